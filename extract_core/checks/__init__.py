@@ -1,0 +1,1 @@
+"""What a published row, and a whole run, must satisfy."""

@@ -1,0 +1,49 @@
+"""Read rows of a shard that is still being made: for checks before it is sealed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from extract_core.store.shard import HEADER_BYTES, _pread_all, _read_note
+
+
+class UnsealedShard:
+    """Rows of an unsealed shard file, copied out on request.
+
+    Raises:
+        CorruptDataError: the file is not an unsealed shard.
+    """
+
+    def __init__(self, path: Path):
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._shape, self.layer_ids = _read_note(self._fd, path)
+        self._dtype: torch.dtype = getattr(torch, self._shape.dtype)
+
+    def rows(self, first_row: int, rows: int) -> torch.Tensor:
+        """Rows ``[rows, L, H]`` in the stored dtype."""
+        width = self._shape.row_bytes
+        data = bytearray(_pread_all(self._fd, HEADER_BYTES + first_row * width, rows * width))
+        return torch.frombuffer(data, dtype=self._dtype).view(rows, self._shape.layers, self._shape.hidden_size)
+
+    def token_ids(self, first_row: int, rows: int) -> torch.Tensor:
+        """Token ids int32 ``[rows]`` that the forward read for these rows."""
+        data = bytearray(_pread_all(self._fd, self._shape.tokens_offset + 4 * first_row, 4 * rows))
+        return torch.frombuffer(data, dtype=torch.int32)
+
+    def last_layer(self, at: Sequence[int]) -> torch.Tensor:
+        """The highest layer id of single rows: ``[len(at), H]``."""
+        return torch.stack([self.rows(row, 1)[0, -1] for row in at])
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> UnsealedShard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
