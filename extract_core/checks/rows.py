@@ -1,0 +1,163 @@
+"""Checks of one sample's rows, right after they were captured. A sample that fails is quarantined, never published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_CHUNK_VALUES = 2**20
+"""Values that are widened to float32 at a time: 4 MiB."""
+
+
+@dataclass(frozen=True)
+class SampleStats:
+    """L2 norms over channels, per layer: mean and maximum over positions, rounded to 6 digits."""
+
+    norm_mean: list[float]
+    norm_max: list[float]
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """Why a sample must not be published.
+
+    ``reason`` is one of shape, row_count, token_echo, not_finite, zero_row, constant_row, identical_rows.
+    """
+
+    reason: str
+    detail: str
+
+
+def check_sample_rows(
+    hidden: torch.Tensor,
+    token_ids: torch.Tensor,
+    expected_token_ids: torch.Tensor,
+    *,
+    layer_ids: Sequence[int] | None = None,
+) -> SampleStats | RowFailure:
+    """Check the rows of one sample.
+
+    Memory beyond the arguments is bounded by a few MiB whatever the length of the sample.
+
+    Args:
+        hidden: ``[n, L, H]``, any floating dtype.
+        token_ids: ``[n]``, what the engine says it computed the rows from.
+        expected_token_ids: ``[n]``, what was asked for.
+        layer_ids: names the layers in messages; their numbers from 0 when absent.
+    """
+    if hidden.ndim != 3 or 0 in hidden.shape[1:] or not hidden.is_floating_point():
+        return RowFailure("shape", f"rows are {hidden.dtype} {list(hidden.shape)}, expected floats [tokens, L, H]")
+    rows, layers, _ = hidden.shape
+    names = list(range(layers)) if layer_ids is None else list(layer_ids)
+    if len(names) != layers:
+        return RowFailure("shape", f"rows have {layers} layers, expected {len(names)}: {names}")
+    expected, echoed = expected_token_ids.to(torch.int64), token_ids.to(torch.int64)
+    if rows != expected.numel() or rows == 0:
+        return RowFailure("row_count", f"{rows} rows for {expected.numel()} tokens")
+    if echoed.shape != expected.shape or not torch.equal(echoed, expected):
+        return RowFailure("token_echo", _echo(echoed, expected))
+
+    total = torch.zeros(layers, dtype=torch.float64)
+    highest = torch.zeros(layers, dtype=torch.float32)
+    zero_embeddings: list[int] = []
+    step = max(1, _CHUNK_VALUES // (layers * hidden.shape[2]))
+    for start in range(0, rows, step):
+        chunk = hidden[start : start + step]
+        norms = torch.linalg.vector_norm(chunk.float(), dim=-1).cpu()
+        failure = _bad_values(chunk, norms, start, names)
+        if failure is not None:
+            return failure
+        failure = _bad_rows(chunk, norms, start, names, zero_embeddings)
+        if failure is not None:
+            return failure
+        total += norms.sum(dim=0, dtype=torch.float64)
+        highest = torch.maximum(highest, norms.amax(dim=0))
+    failure = _zero_embeddings(zero_embeddings, expected) or _all_identical(hidden, expected, names)
+    if failure is not None:
+        return failure
+    return SampleStats([_short(x) for x in (total / rows).tolist()], [_short(x) for x in highest.tolist()])
+
+
+def _echo(echoed: torch.Tensor, expected: torch.Tensor) -> str:
+    if echoed.numel() != expected.numel():
+        return f"{echoed.numel()} token ids came with the rows, {expected.numel()} were asked for"
+    at = int(torch.nonzero(echoed != expected)[0])
+    return f"position {at}: token {int(echoed[at])} came with the row, {int(expected[at])} was asked for"
+
+
+def _bad_values(chunk: torch.Tensor, norms: torch.Tensor, start: int, names: list[int]) -> RowFailure | None:
+    """NaN and infinity spread into the norm, so only rows with a bad norm are looked at. A norm that overflows float32
+    from finite values (above 1e19) is as useless for training, and fails too.
+    """
+    bad = ~torch.isfinite(norms)
+    if not bool(bad.any()):
+        return None
+    at, layer = (int(i) for i in torch.nonzero(bad)[0])
+    row = chunk[at, layer].float()
+    wrong = torch.nonzero(~torch.isfinite(row))
+    what = "norm overflows" if wrong.numel() == 0 else f"value {float(row[wrong[0]])} at channel {int(wrong[0])}"
+    more = int(bad.any(dim=1).sum()) - 1
+    return RowFailure(
+        "not_finite", f"layer {names[layer]}, position {start + at}: {what} (and {more} more rows close by)"
+    )
+
+
+def _bad_rows(
+    chunk: torch.Tensor, norms: torch.Tensor, start: int, names: list[int], zero_embeddings: list[int]
+) -> RowFailure | None:
+    """Rows whose channels are all the same. Four channels are compared first; hardly any honest row passes that."""
+    channels = chunk.shape[2]
+    if channels > 1:
+        probe = chunk[:, :, [0, 1, channels // 2, channels - 1]]
+        suspect = (probe == probe[:, :, :1]).all(dim=-1).cpu()
+    else:
+        suspect = norms == 0
+    if not bool(suspect.any()):
+        return None
+    for at, layer in torch.nonzero(suspect).tolist():
+        row = chunk[at, layer]
+        if not bool((row == row[0]).all()):
+            continue
+        where = f"layer {names[layer]}, position {start + at}"
+        if float(row[0]) != 0:
+            return RowFailure("constant_row", f"{where}: all {channels} channels are {float(row[0])}")
+        if names[layer] != 0:
+            return RowFailure("zero_row", f"{where}: all {channels} channels are 0")
+        zero_embeddings.append(start + at)
+    return None
+
+
+def _zero_embeddings(positions: list[int], tokens: torch.Tensor) -> RowFailure | None:
+    """Layer 0 is the embedding table, where an unused token may honestly be zero: then wherever that token stands."""
+    if not positions:
+        return None
+    zero = torch.zeros(tokens.numel(), dtype=torch.bool)
+    zero[positions] = True
+    tokens = tokens.cpu()
+    lost = zero & torch.isin(tokens, tokens[~zero])
+    if bool(zero.all()) or bool(lost.any()):
+        at = int(torch.nonzero(zero if bool(zero.all()) else lost)[0])
+        return RowFailure("zero_row", f"layer 0, position {at}: all channels are 0 (token {int(tokens[at])})")
+    return None
+
+
+def _all_identical(hidden: torch.Tensor, tokens: torch.Tensor, names: list[int]) -> RowFailure | None:
+    """Every position the same although the tokens differ: a broadcast or a row written everywhere."""
+    other = torch.nonzero(tokens != tokens[0])
+    if other.numel() == 0:
+        return None
+    same = (hidden[int(other[0])] == hidden[0]).all(dim=-1)
+    for layer in torch.nonzero(same).flatten().tolist():
+        first = hidden[0, layer]
+        if all(bool((part == first).all()) for part in hidden[:, layer].split(1024)):
+            return RowFailure(
+                "identical_rows", f"layer {names[layer]}: all {tokens.numel()} positions have the same row"
+            )
+    return None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}") if math.isfinite(value) else value

@@ -1,0 +1,140 @@
+"""Published versions. A version exists once its manifest does; the highest number that exists is the latest.
+
+``latest.json`` is a hint for people and is never trusted: one listing of the manifests gives the truth.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+
+from extract_core.errors import AlreadyExistsError, CorruptDataError, SettingsError, StoreError, StoreUnavailableError
+from extract_core.store import layout
+from extract_core.store.records import Manifest, canonical_json
+from extract_core.store.root import Root
+
+_LOG = logging.getLogger(__name__)
+_PUBLISH_TRIES = 1000
+_REF = re.compile(r"(?P<root>.+)@(?P<version>\d+|latest)", re.DOTALL)
+
+
+def parse_ref(ref: str) -> tuple[str, int | None]:
+    """Split ``ROOT@VERSION``; the version is None for the latest one (``ROOT`` or ``ROOT@latest``).
+
+    Raises:
+        SettingsError: the version is 0 or the root is empty.
+    """
+    match = _REF.fullmatch(ref)
+    if match is None:
+        if not ref.strip():
+            raise SettingsError("the dataset is empty; write ROOT or ROOT@VERSION, e.g. s3://bucket/data@3")
+        return ref, None
+    if match["version"] == "latest":
+        return match["root"], None
+    version = int(match["version"])
+    if version < 1:
+        raise SettingsError(f"{ref!r} asks for version 0; versions count from 1")
+    return match["root"], version
+
+
+def list_versions(root: Root) -> list[int]:
+    """Versions that exist, ascending."""
+    found = (layout.manifest_version(name) for name in root.list(layout.VERSIONS))
+    return sorted(version for version in found if version is not None)
+
+
+def latest_version(root: Root) -> int | None:
+    """The highest version that exists; None when nothing is published yet."""
+    versions = list_versions(root)
+    return versions[-1] if versions else None
+
+
+def read_manifest(root: Root, version: int | None = None) -> Manifest:
+    """The manifest of a version, by default of the latest.
+
+    Raises:
+        StoreError: there is no such version; says which there are.
+        CorruptDataError: the manifest is damaged.
+    """
+    if version is None:
+        version = latest_version(root)
+        if version is None:
+            raise StoreError(f"{root.url} holds no published version; run 'coresample run' first or correct the path")
+    rel = layout.manifest_path(version)
+    try:
+        data = root.read_bytes(rel)
+    except FileNotFoundError:
+        known = ", ".join(map(str, list_versions(root)[-10:])) or "none"
+        raise StoreError(f"{root.url} has no version {version}; there are: {known}") from None
+    return _load(root, version, data)
+
+
+def publish(root: Root, build: Callable[[int], Manifest], attempt: str) -> Manifest:
+    """Make a version visible, by creating its manifest under the next free number.
+
+    Everything that the manifest names must be durable already. When another publisher takes the number first, the next
+    one is tried; a manifest of the same attempt, left by a run that was killed right after publishing, is recognised
+    and returned instead of being published twice.
+
+    Args:
+        root: the dataset root.
+        build: makes the manifest for a version number; called again after a lost race.
+        attempt: id of this attempt (32 hex digits), the same when a killed run is taken up again.
+
+    Raises:
+        StoreError: the manifest could not be written; nothing is published.
+    """
+    versions = list_versions(root)
+    if (own := _published_by(root, versions, attempt)) is not None:
+        _write_hint(root, max(versions))
+        return own
+    version = versions[-1] + 1 if versions else 1
+    for _ in range(_PUBLISH_TRIES):
+        manifest = build(version)
+        if (manifest.version, manifest.attempt) != (version, attempt):
+            raise ValueError(
+                f"the manifest is of version {manifest.version} attempt {manifest.attempt}, "
+                f"asked for version {version} attempt {attempt}"
+            )
+        try:
+            root.create_exclusive(layout.manifest_path(version), manifest.dump())
+        except AlreadyExistsError:
+            if (own := _published_by(root, [version], attempt)) is not None:
+                manifest = own
+            else:
+                version = max(version, latest_version(root) or 0) + 1
+                continue
+        _write_hint(root, version)
+        return manifest
+    raise StoreUnavailableError(f"{root.url}: others published {_PUBLISH_TRIES} versions meanwhile; try again later")
+
+
+def _published_by(root: Root, versions: list[int], attempt: str) -> Manifest | None:
+    for version in reversed(versions):
+        try:
+            manifest = read_manifest(root, version)
+        except CorruptDataError as error:
+            _LOG.warning("%s; it is left as it is", error)
+            continue
+        if manifest.attempt == attempt:
+            return manifest
+    return None
+
+
+def _write_hint(root: Root, version: int) -> None:
+    """Best effort: the version is published already."""
+    try:
+        root.put_bytes(
+            layout.LATEST, canonical_json({"hint_version": version, "manifest": layout.manifest_path(version)})
+        )
+    except StoreError as error:
+        _LOG.warning("version %d is published, but %s could not be updated: %s", version, layout.LATEST, error)
+
+
+def _load(root: Root, version: int, data: bytes) -> Manifest:
+    where = root.describe(layout.manifest_path(version))
+    manifest = Manifest.load(data, where)
+    if manifest.version != version:
+        raise CorruptDataError(f"manifest {where} says it is version {manifest.version}; it was copied or renamed")
+    return manifest
