@@ -8,6 +8,7 @@ a lock are removed. An environment whose Python or pip does not start is rebuilt
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,9 @@ def run(*command: str | Path) -> None:
     Raises:
         BootstrapError: it failed.
     """
-    done = subprocess.run([str(part) for part in command], check=False, cwd=ROOT)
+    # setuptools warns at length, also under --quiet, that an editable install is one.
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([str(part) for part in command], check=False, cwd=ROOT, env=quiet)
     if done.returncode:
         raise BootstrapError(f"failed with exit status {done.returncode}: {' '.join(map(str, command))}")
 

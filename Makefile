@@ -1,0 +1,76 @@
+# Two commands for everybody: `make demo` and `make test`. The rest is for people who change the code.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO_DIR := .cache/coresample-demo
+LOCKS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help demo test unit check format bench lock lock-check audit env env-demo clean
+
+help:
+	@echo "make demo        environment, small real model, real chats -> a published, verified dataset"
+	@echo "make test        the whole test suite"
+	@echo "make unit        the quick tests only"
+	@echo "make check       formatting, lint, types, import rules"
+	@echo "make format      mend formatting and what the linter can mend"
+	@echo "make bench       the benchmarks"
+	@echo "make lock        remake requirements/*.lock (LOCKS='cpu cuda' for some; LOCKS=--upgrade for newest versions)"
+	@echo "make lock-check  do the locks fit their inputs, and does the CUDA environment still resolve?"
+	@echo "make audit       known vulnerabilities of the locked versions"
+	@echo "make clean       remove the environment and every cache"
+
+# Both do nothing within seconds when the environment is what the locks say.
+env-demo:
+	@$(PYTHON) scripts/bootstrap.py --venv $(VENV) cpu demo
+
+env:
+	@$(PYTHON) scripts/bootstrap.py --venv $(VENV) cpu demo dev
+
+demo: env-demo
+	@$(BIN)/python examples/demo/prepare.py --dir $(DEMO_DIR)
+	@$(BIN)/coresample run examples/demo/job.yaml
+	@$(BIN)/coresample verify $(DEMO_DIR)/dataset
+
+test: env
+	@$(BIN)/python examples/demo/prepare.py --dir $(DEMO_DIR)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+unit: env
+	@$(BIN)/python -m pytest tests/unit -m "not engine and not system and not slow and not e2e" $(PYTEST_ARGS)
+
+check: env
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: env
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: env
+	@$(BIN)/python examples/demo/prepare.py --dir $(DEMO_DIR)
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+lock: env
+	@$(BIN)/python scripts/lock.py $(LOCKS)
+
+# The CPU side is proved by every installation (scripts/check_env.py); the CUDA side is resolved here without
+# downloading its wheels, with every pin held: pip must find exactly the lock.
+lock-check: env
+	@$(BIN)/python scripts/lock.py --check --offline cpu dev demo
+	@$(BIN)/python scripts/lock.py --check cuda
+
+# Pins only: a lock is complete, so nothing has to be resolved.
+audit: env
+	@$(BIN)/pip-audit --no-deps --disable-pip -r requirements/cpu.lock -r requirements/dev.lock
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

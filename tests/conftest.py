@@ -1,0 +1,52 @@
+"""What every test may use.
+
+Unit tests need neither model nor chats; a test that asks for ``demo_model`` is marked ``engine``, ``slow`` or ``e2e``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from examples.demo import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_outside_world() -> None:
+    """No test may reach a model hub or send usage statistics, and none may depend on this machine's settings."""
+    os.environ.update({"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"})
+    for name in [name for name in os.environ if name.startswith("CORESAMPLE_")]:
+        del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def demo_dir() -> Path:
+    """Folder of the demo's inputs, kept between runs so that the model is converted once per checkout."""
+    return ROOT / prepare.DEFAULT_DIR
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_dir: Path) -> Path:
+    """Checkpoint of SmolLM2-135M-Instruct in bfloat16: 30 blocks, hidden size 576, ChatML template."""
+    try:
+        return prepare.prepare_model(demo_dir)
+    except prepare.PrepareError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def sharegpt(demo_dir: Path) -> Callable[[int], Path]:
+    """``sharegpt(n)``: a JSONL of the first n usable real ShareGPT conversations (at most 11,157)."""
+
+    def make(n: int) -> Path:
+        path = demo_dir / f"sharegpt-{n}.jsonl"
+        if not path.exists():
+            prepare.write_chats(path, n)
+        return path
+
+    return make
