@@ -1,0 +1,1 @@
+"""Prefect tasks: each one thin call into extract_core."""
