@@ -1,0 +1,166 @@
+"""Read a published version as a torch dataset: whole samples, checked against their checksums."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+import xxhash
+from torch.utils.data import Dataset
+
+from extract_core.errors import CorruptDataError, SettingsError, StoreError
+from extract_core.store import layout
+from extract_core.store.index import read_index
+from extract_core.store.root import Root
+from extract_core.store.shard import ShardReader
+from extract_core.store.versions import parse_ref, read_manifest
+
+_OPEN_SHARDS = 64
+
+
+class HiddenStatesDataset(Dataset[dict[str, Any]]):
+    """Samples of a version, by position.
+
+    An item is a dict of ``input_ids`` int64 ``[N]``, ``loss_mask`` int64 ``[N]``, ``hidden_states`` ``[N, L, H]`` and
+    ``sample_id``. Layers are ascending layer ids, ``layer_ids`` names them; the last block, n, is before the final norm.
+    On a local root the states of a sample that is stored in one piece share the file's pages (writing to them
+    never changes the file). Safe in DataLoader workers, forked or spawned.
+
+    Args:
+        root: folder or URL, also ``ROOT@VERSION``.
+        version: a number, "latest", or None for what ``root`` says.
+        split: only samples of this split.
+        layers: only these layer ids, in this order.
+        dtype: convert the states; as stored when None.
+        verify: check the xxh3 of each segment when its sample is first read in this process.
+        storage_options: for fsspec, on a remote root.
+
+    Raises:
+        SettingsError: no such split or layer.
+        StoreError: no such version.
+        CorruptDataError: manifest or index are damaged; from an item: its rows are, with shard and sample named.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        version: int | str | None = "latest",
+        split: str | None = None,
+        layers: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        url, named = parse_ref(str(root))
+        number = named
+        if version is not None and version != "latest":
+            try:
+                number = int(version)
+            except ValueError:
+                raise SettingsError(f"version {version!r} is neither a number nor 'latest'") from None
+        self.root = Root.open(url, storage_options)
+        self.manifest = read_manifest(self.root, number)
+        stored = self.manifest.layer_ids
+        unknown = sorted(set(layers or ()).difference(stored))
+        if unknown:
+            raise SettingsError(f"layers {unknown} are not in {self.root.url}; it has {stored}")
+        self.layer_ids = list(stored if layers is None else layers)
+        self._places = None if self.layer_ids == stored else [stored.index(k) for k in self.layer_ids]
+        self._dtype, self._verify = dtype, verify
+        self._stored_dtype: torch.dtype = getattr(torch, self.manifest.dtype)
+        self.index = self._choose(read_index(self.root, self.manifest), split)
+        self._start()
+
+    def _choose(self, table: pa.Table, split: str | None) -> pa.Table:
+        if split is None:
+            return table
+        chosen = table.filter(pc.equal(table.column("split"), split))
+        if not chosen.num_rows:
+            known = sorted(pc.unique(table.column("split")).to_pylist())
+            raise SettingsError(f"{self.root.url} has no split {split!r}; it has {known}")
+        return chosen
+
+    def _start(self) -> None:
+        self._shards: OrderedDict[str, ShardReader] = OrderedDict()
+        self._seen = np.zeros(self.index.num_rows, dtype=bool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_shards", "_seen")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __len__(self) -> int:
+        return int(self.index.num_rows)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        count = len(self)
+        if not -count <= position < count:
+            raise IndexError(f"sample {position} of {count}")
+        position %= count
+        row = {name: self.index.column(name)[position] for name in ("sample_id", "token_ids", "loss_mask", "segments")}
+        sample, segments = row["sample_id"].as_py(), row["segments"].as_py()
+        check = self._verify and not self._seen[position]
+        parts = [self._segment(sample, segment, check) for segment in segments]
+        self._seen[position] = True
+        states = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._dtype is not None:
+            states = states.to(self._dtype)
+        return {
+            "input_ids": torch.from_numpy(np.array(row["token_ids"].values, dtype=np.int64)),
+            "loss_mask": torch.from_numpy(np.array(row["loss_mask"].values, dtype=np.int64)),
+            "hidden_states": states,
+            "sample_id": sample,
+        }
+
+    def _segment(self, sample: str, segment: Mapping[str, Any], check: bool) -> torch.Tensor:
+        rel, rows = layout.shard_path(segment["shard"]), segment["rows"]
+        try:
+            if self.root.is_local:
+                states = self._shard(rel, segment).rows(segment["first_row"], rows)
+            else:
+                start = segment["byte_offset"]
+                data = bytearray(self.root.read_range(rel, start, start + segment["byte_length"]))
+                shape = (rows, len(self.manifest.layer_ids), self.manifest.hidden_size)
+                states = torch.frombuffer(data, dtype=self._stored_dtype).view(shape)
+        except FileNotFoundError:
+            raise CorruptDataError(f"sample {sample}: shard {self.root.describe(rel)} is missing") from None
+        except (CorruptDataError, RuntimeError) as error:
+            raise CorruptDataError(f"sample {sample}: {error}") from error
+        except StoreError as error:
+            raise type(error)(f"sample {sample}: {error}") from error
+        if check:
+            found = xxhash.xxh3_64_hexdigest(states.reshape(-1).view(torch.uint8).numpy())
+            if found != segment["xxh3"]:
+                raise CorruptDataError(
+                    f"sample {sample}: rows {segment['first_row']}..{segment['first_row'] + rows} of shard "
+                    f"{self.root.describe(rel)} are damaged: xxh3 {segment['xxh3']} expected, {found} found; "
+                    "run 'coresample verify' for the whole extent"
+                )
+        return states if self._places is None else states[:, self._places]
+
+    def _shard(self, rel: str, segment: Mapping[str, Any]) -> ShardReader:
+        reader = self._shards.get(rel)
+        if reader is None:
+            reader = self._shards[rel] = ShardReader(Path(self.root.describe(rel)))
+            if len(self._shards) > _OPEN_SHARDS:
+                self._shards.popitem(last=False)
+        else:
+            self._shards.move_to_end(rel)
+        header, manifest = reader.header, self.manifest
+        expected = (tuple(manifest.layer_ids), manifest.hidden_size, manifest.dtype, segment["byte_offset"])
+        offset = header.data_offset + segment["first_row"] * header.row_bytes
+        found = (header.layer_ids, header.hidden_size, header.dtype, offset)
+        if expected != found:
+            raise CorruptDataError(
+                f"shard {self.root.describe(rel)} is damaged: its header has layers, hidden size, dtype and offset "
+                f"{found}, expected {expected}"
+            )
+        return reader

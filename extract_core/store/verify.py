@@ -1,0 +1,265 @@
+"""Verify a published version against its stored bytes: every checksum, count and invariant, all problems at once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from extract_core.errors import CorruptDataError
+from extract_core.store import layout
+from extract_core.store.index import read_index
+from extract_core.store.records import Manifest, ShardRef
+from extract_core.store.root import Root
+from extract_core.store.shard import ShardHeader, read_header
+from extract_core.store.versions import latest_version, read_manifest
+
+_CHUNK = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it must be: in which object, for which sample, and what was expected instead."""
+
+    object: str
+    what: str
+    expected: str = ""
+    found: str = ""
+    sample: str | None = None
+
+    def __str__(self) -> str:
+        sample = f", sample {self.sample}" if self.sample is not None else ""
+        values = f": expected {self.expected}, found {self.found}" if self.expected or self.found else ""
+        return f"{self.object}{sample}: {self.what}{values}"
+
+
+@dataclass
+class VerifyReport:
+    """What was read and what is wrong with it."""
+
+    root: str
+    version: int | None = None
+    problems: list[Problem] = field(default_factory=list)
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
+    segments: int = 0
+    bytes_read: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def add(self, object: str, what: str, expected: object = "", found: object = "", sample: str | None = None) -> None:
+        """Note a problem."""
+        self.problems.append(Problem(object, what, str(expected), str(found), sample))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A segment as a sample uses it; ``token_ids`` is what the index says about its positions."""
+
+    sample: str
+    first_row: int
+    rows: int
+    byte_offset: int
+    byte_length: int
+    xxh3: str
+    token_ids: np.ndarray[Any, Any]
+
+
+Progress = Callable[[int, int, str], None]
+
+
+def verify(root: Root, version: int | None = None, *, on_progress: Progress | None = None) -> VerifyReport:
+    """Read all bytes of a version and hold them against manifest, index and shard headers.
+
+    Args:
+        root: local or remote; each shard is read once, a few MiB at a time.
+        version: the latest when None.
+        on_progress: called with bytes done, bytes in all and the object being read.
+
+    Raises:
+        StoreError: there is no such version, or the store cannot be read. Damage is never raised, always reported.
+    """
+    report = VerifyReport(root.url)
+    wanted = version if version is not None else latest_version(root)
+    try:
+        manifest = read_manifest(root, wanted)
+    except CorruptDataError as error:
+        report.version = wanted
+        report.add(layout.manifest_path(wanted or 1), str(error))
+        return report
+    report.version = manifest.version
+    uses = _read_samples(root, manifest, report)
+    total, done = sum(shard.nbytes for shard in manifest.shards), 0
+    for shard in manifest.shards:
+
+        def advance(count: int, name: str = shard.path) -> None:
+            nonlocal done
+            done += count
+            report.bytes_read += count
+            if on_progress is not None:
+                on_progress(done, total, name)
+
+        _verify_shard(root, manifest, shard, uses.pop(shard.sha256, []), report, advance)
+        report.shards += 1
+    for digest, lost in uses.items():
+        for use in lost:
+            report.add(
+                manifest.index.path, f"refers to shard {digest}, which the manifest does not list", sample=use.sample
+            )
+    return report
+
+
+def _read_samples(root: Root, manifest: Manifest, report: VerifyReport) -> dict[str, list[_Use]]:
+    """Check the index; what each shard must hold, by digest."""
+    name = manifest.index.path
+    uses: dict[str, list[_Use]] = defaultdict(list)
+    try:
+        table = read_index(root, manifest)
+    except CorruptDataError as error:
+        report.add(name, str(error))
+        return uses
+    seen: set[str] = set()
+    layers = len(manifest.layer_ids)
+    columns = ["sample_id", "n_tokens", "token_ids", "loss_mask", "segments", "norm_mean", "norm_max"]
+    for batch in table.select(columns).to_batches(max_chunksize=1024):
+        ids, masks = batch.column("token_ids"), batch.column("loss_mask")
+        for i, row in enumerate(
+            batch.select(["sample_id", "n_tokens", "segments", "norm_mean", "norm_max"]).to_pylist()
+        ):
+            sample, count = row["sample_id"], row["n_tokens"]
+            tokens, mask = (np.asarray(column[i].values, dtype=np.int64) for column in (ids, masks))
+            report.samples += 1
+            report.tokens += count
+            if sample in seen:
+                report.add(name, "sample is listed twice", sample=sample)
+            seen.add(sample)
+            lengths = {"token_ids": len(tokens), "loss_mask": len(mask)}
+            lengths["rows"] = sum(segment["rows"] for segment in row["segments"])
+            for what, length in lengths.items():
+                if length != count:
+                    report.add(name, f"wrong number of {what}", count, length, sample)
+            if count < 1 or not np.isin(mask, (0, 1)).all():
+                report.add(
+                    name, "loss mask has values other than 0 and 1", "0 or 1", sorted(set(mask.tolist())), sample
+                )
+            for what in ("norm_mean", "norm_max"):
+                if len(row[what]) != layers or not np.isfinite(row[what]).all():
+                    report.add(name, f"{what} is not one finite number per layer", layers, row[what], sample)
+            at = 0
+            for segment in row["segments"]:
+                digest = segment.pop("shard")
+                uses[digest].append(_Use(sample, **segment, token_ids=tokens[at : at + segment["rows"]]))
+                at += segment["rows"]
+                report.segments += 1
+    totals = manifest.totals
+    for what, expected, found in (
+        ("samples", totals.samples, report.samples),
+        ("tokens", totals.tokens, report.tokens),
+        ("published samples", manifest.accounting.published, report.samples),
+    ):
+        if expected != found:
+            report.add(layout.manifest_path(manifest.version), f"wrong number of {what}", expected, found)
+    return uses
+
+
+def _verify_shard(
+    root: Root,
+    manifest: Manifest,
+    shard: ShardRef,
+    uses: Sequence[_Use],
+    report: VerifyReport,
+    advance: Callable[[int], None],
+) -> None:
+    name = shard.path
+    try:
+        size = root.size(name)
+    except FileNotFoundError:
+        report.add(name, "shard is missing", f"{shard.nbytes} bytes", "nothing")
+        return
+    if size != shard.nbytes:
+        report.add(name, "wrong size in bytes", shard.nbytes, size)
+    header: ShardHeader | None = None
+    try:
+        header = read_header(lambda start, stop: root.read_range(name, start, stop), size, root.describe(name))
+    except CorruptDataError as error:
+        report.add(name, str(error))
+    if header is not None:
+        for what, expected, found in (
+            ("rows", shard.rows, header.rows),
+            ("layer ids", manifest.layer_ids, list(header.layer_ids)),
+            ("hidden size", manifest.hidden_size, header.hidden_size),
+            ("dtype", manifest.dtype, header.dtype),
+        ):
+            if expected != found:
+                report.add(name, f"header has other {what} than the manifest", expected, found)
+
+    spans = sorted({(use.byte_offset, use.byte_length) for use in uses})
+    digest, sums, tokens = _scan(root, name, size, spans, header, advance)
+    if digest != shard.sha256:
+        report.add(name, "sha256 differs", shard.sha256, digest)
+    for use in uses:
+        rows = f"rows {use.first_row}..{use.first_row + use.rows}"
+        checksum = sums.get((use.byte_offset, use.byte_length))
+        if checksum is None:
+            report.add(name, f"{rows} lie outside the file", f"{use.byte_length} bytes", f"{size} bytes", use.sample)
+        elif checksum != use.xxh3:
+            report.add(name, f"xxh3 of {rows} differs", use.xxh3, checksum, use.sample)
+        if header is None:
+            continue
+        place = (header.data_offset + use.first_row * header.row_bytes, use.rows * header.row_bytes)
+        if place != (use.byte_offset, use.byte_length) or use.first_row + use.rows > header.rows:
+            report.add(name, f"byte range of {rows}", place, (use.byte_offset, use.byte_length), use.sample)
+        stored = tokens[use.first_row : use.first_row + use.rows]
+        if not np.array_equal(stored, use.token_ids):
+            at = next((i for i, (a, b) in enumerate(zip(stored, use.token_ids, strict=False)) if a != b), len(stored))
+            wanted, got = (int(values[at]) if at < len(values) else "nothing" for values in (use.token_ids, stored))
+            report.add(name, f"token id of row {use.first_row + at} differs from the index", wanted, got, use.sample)
+
+
+def _scan(
+    root: Root,
+    name: str,
+    size: int,
+    spans: Sequence[tuple[int, int]],
+    header: ShardHeader | None,
+    advance: Callable[[int], None],
+) -> tuple[str, dict[tuple[int, int], str], np.ndarray[Any, Any]]:
+    """One pass over an object: its sha256, the xxh3_64 of every span that it holds whole, and its token ids."""
+    whole = hashlib.sha256()
+    sums: dict[tuple[int, int], str] = {}
+    active: list[tuple[tuple[int, int], xxhash.xxh3_64]] = []
+    tokens = bytearray()
+    waiting = 0
+    for start in range(0, size, _CHUNK):
+        stop = min(start + _CHUNK, size)
+        chunk = memoryview(root.read_range(name, start, stop))
+        whole.update(chunk)
+        while waiting < len(spans) and spans[waiting][0] < stop:
+            active.append((spans[waiting], xxhash.xxh3_64()))
+            waiting += 1
+        still = []
+        for span, checksum in active:
+            first, end = span[0], span[0] + span[1]
+            checksum.update(chunk[max(first - start, 0) : max(min(end, stop) - start, 0)])
+            if end <= stop:
+                sums[span] = checksum.hexdigest()
+            else:
+                still.append((span, checksum))
+        active = still
+        if header is not None and stop > header.tokens_offset:
+            tokens += chunk[max(header.tokens_offset - start, 0) :]
+        advance(len(chunk))
+    return whole.hexdigest(), sums, np.frombuffer(bytes(tokens), dtype="<i4")
