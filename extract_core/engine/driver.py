@@ -1,0 +1,161 @@
+"""Drives vLLM's EngineCore in this process: samples in, rows in a shard file out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from extract_core.engine import compat
+from extract_core.engine.protocol import EngineSpec, JobSample, Progress, ShardDone, ShardJob
+from extract_core.errors import CaptureError
+
+_REPORT_EVERY_S = 0.25
+
+
+class EngineDriver:
+    """One engine, many shards.
+
+    Args:
+        spec: how to build it; the constructor loads the model.
+
+    Raises:
+        EngineIncompatibleError: the installed vLLM lacks something needed; everything vLLM raises passes through.
+    """
+
+    def __init__(self, spec: EngineSpec):
+        self.spec = spec
+        self.core = compat.build_core(spec)
+        model = self.core.vllm_config.model_config
+        self._vocab_size = model.get_vocab_size()
+        self._max_tokens = model.max_model_len - 1  # one position is reserved for the output token
+        self._ahead = self.core.vllm_config.scheduler_config.max_num_seqs * 2
+        self.info = compat.engine_info(self.core) | {"model_runner": self._rpc("capture_runner")[0]}
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        result: list[Any] = self.core.collective_rpc(method, args=args)
+        return result
+
+    def refusal(self, sample: JobSample) -> str | None:
+        """Why the engine must not be given this sample, or None.
+
+        A prompt as long as the engine's limit spins for ever and an id beyond the vocabulary fails the whole step, so
+        both are kept out here.
+        """
+        ids = np.frombuffer(sample.token_ids, dtype="<i4")
+        if not len(ids):
+            return "no_tokens: a sample needs at least one token"
+        if len(ids) > self._max_tokens:
+            return f"too_long: {len(ids)} tokens, the engine takes at most {self._max_tokens}"
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            return f"token_id_out_of_range: ids span {ids.min()}..{ids.max()}, the model has 0..{self._vocab_size - 1}"
+        return None
+
+    def extract(self, job: ShardJob, report: Callable[[Progress], None]) -> ShardDone:
+        """Fill ``job.path`` with the rows of every sample.
+
+        Args:
+            job: the shard and its samples.
+            report: called with progress a few times a second, and before and after each solo sample.
+
+        Raises:
+            CaptureError: a row never came, or a sample ended otherwise than after one token.
+        """
+        started = time.perf_counter()
+        refused = {s.sample_id: why for s in job.samples if (why := self.refusal(s)) is not None}
+        accepted = [s for s in job.samples if s.sample_id not in refused]
+        self.core.reset_prefix_cache()  # a shard stands alone, whatever ran before
+        ids = {f"{job.attempt}-{n}": s for n, s in enumerate(accepted)}
+        places = {rid: (s.first_row, len(s.token_ids) // 4) for rid, s in ids.items()}
+        self._rpc("capture_begin", job.path, job.rows, places)
+        run = _Run(self.core, report)
+        alone = set(job.solo)
+        for rid, sample in ids.items():
+            if sample.sample_id in alone:
+                run.feed([(rid, sample)], ahead=1, announce=True)
+        run.feed(((rid, s) for rid, s in ids.items() if s.sample_id not in alone), ahead=self._ahead)
+        run.drain()
+        engine_s = time.perf_counter() - started
+        ended = next(result for result in self._rpc("capture_end") if result is not None)
+        if ended["missing"]:
+            names = [ids[rid].sample_id for rid in ended["missing"]]
+            raise CaptureError(
+                f"{len(names)} of {len(accepted)} samples are missing rows after their prefill, first {names[0]}: "
+                "nothing of this shard is kept"
+            )
+        top1: dict[str, int] = {}
+        if job.want_top1 and accepted:
+            lasts = [s.first_row + len(s.token_ids) // 4 - 1 for s in accepted]
+            tokens = next(result for result in self._rpc("capture_next_tokens", job.path, lasts) if result)
+            top1 = {s.sample_id: token for s, token in zip(accepted, tokens, strict=True)}
+        return ShardDone(
+            attempt=job.attempt,
+            greedy={ids[rid].sample_id: token for rid, token in run.tokens.items()},
+            top1=top1,
+            refused=refused,
+            counters={
+                **ended["counters"],
+                "engine_s": engine_s,
+                "total_s": time.perf_counter() - started,
+                "tokens": float(sum(rows for _, rows in places.values())),
+            },
+        )
+
+
+class _Run:
+    """Keeps the scheduler fed and collects what leaves it."""
+
+    def __init__(self, core: Any, report: Callable[[Progress], None]):
+        self._core, self._report = core, report
+        self.tokens: dict[str, int] = {}
+        self._entered: list[str] = []
+        self._finished: list[str] = []
+        self._in_flight: dict[str, JobSample] = {}
+        self._done_tokens = 0
+        self._steps = 0
+        self._last_report = 0.0
+
+    def feed(self, samples: Iterable[tuple[str, JobSample]], *, ahead: int, announce: bool = False) -> None:
+        """Run ``samples`` to their end with at most ``ahead`` of them given to the scheduler at a time."""
+        waiting = deque(samples)
+        while waiting or self._in_flight:
+            while waiting and len(self._in_flight) < ahead:
+                rid, sample = waiting.popleft()
+                ids = np.frombuffer(sample.token_ids, dtype="<i4").tolist()
+                request = compat.make_request(self._core, rid, ids)
+                self._in_flight[rid] = sample
+                self._entered.append(sample.sample_id)
+                self._core.add_request(request)
+            self._send(force=announce)
+            self._step()
+        self._send(force=True)
+
+    def drain(self) -> None:
+        """The empty steps after the last finish, in which the engine forgets finished requests."""
+        while self._core.scheduler.has_requests():
+            self._step()
+
+    def _step(self) -> None:
+        for output in compat.one_step(self._core):
+            if output.finish_reason is None:
+                continue
+            sample = self._in_flight.pop(output.request_id)
+            if str(output.finish_reason) != "length" or len(output.new_token_ids) != 1:
+                raise CaptureError(
+                    f"sample {sample.sample_id} ended with {output.finish_reason} and {len(output.new_token_ids)} "
+                    "tokens, expected one token and its length limit"
+                )
+            self.tokens[output.request_id] = int(output.new_token_ids[0])
+            self._finished.append(sample.sample_id)
+            self._done_tokens += len(sample.token_ids) // 4
+        self._steps += 1
+
+    def _send(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._last_report < _REPORT_EVERY_S:
+            return
+        self._report(Progress(self._entered, self._finished, self._done_tokens, self._steps))
+        self._entered, self._finished, self._last_report = [], [], now

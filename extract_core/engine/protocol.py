@@ -1,0 +1,137 @@
+"""Messages between the host and its engine process.
+
+Framed msgpack over a socket pair, so nothing that crosses is ever unpickled. Token ids travel as little-endian int32
+bytes. Requests go host -> engine, events go engine -> host.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from extract_core.errors import EngineError
+
+
+class EngineSpec(msgspec.Struct, frozen=True, tag=True):
+    """How to build the engine.
+
+    ``layer_ids`` ascend and are in vLLM's numbering. ``max_model_len`` is at least two above the longest sample, since
+    vLLM reserves a position for the output token. ``dtype`` is what the model computes in, ``store_dtype`` what its rows are
+    stored in ("bfloat16", "float16" or "float32").
+    """
+
+    model: str
+    layer_ids: list[int]
+    max_model_len: int
+    dtype: str
+    store_dtype: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool | None = None
+    quantization: str | None = None
+    load_format: str = "auto"
+    buffer_bytes: int = 256 * 2**20
+    writer_threads: int = 2
+    extra: dict[str, Any] = {}
+
+
+class JobSample(msgspec.Struct, frozen=True, array_like=True):
+    """One sample of a shard: its rows go to ``first_row`` and following."""
+
+    sample_id: str
+    first_row: int
+    token_ids: bytes
+
+
+class ShardJob(msgspec.Struct, frozen=True, tag=True):
+    """Fill one shard file.
+
+    ``solo`` names samples to run alone and first, because an earlier engine died with them in flight.
+    """
+
+    attempt: str
+    path: str
+    rows: int
+    samples: list[JobSample]
+    solo: list[str] = []
+    want_top1: bool = True
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the engine process."""
+
+
+class Starting(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life while the engine loads; ``stage`` is for the user."""
+
+    stage: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is up; ``info`` goes into commit records and manifest."""
+
+    info: dict[str, Any]
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """After a step: samples that entered and left the engine since the last message, tokens computed so far."""
+
+    entered: list[str]
+    finished: list[str]
+    tokens: int
+    steps: int
+
+
+class ShardDone(msgspec.Struct, frozen=True, tag=True):
+    """All rows of a shard are in its file.
+
+    ``greedy`` maps sample id to the token the engine chose after it; ``top1`` to the argmax of ``lm_head(norm(h_n))``
+    computed from the stored last row (absent where layer n is not captured). ``refused`` maps sample id to a reason.
+    """
+
+    attempt: str
+    greedy: dict[str, int]
+    top1: dict[str, int]
+    refused: dict[str, str]
+    counters: dict[str, float]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot go on. ``kind`` is the name of an exception type of ``extract_core.errors``."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+Request = EngineSpec | ShardJob | Shutdown
+Event = Starting | Ready | Progress | ShardDone | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_event_decoder = msgspec.msgpack.Decoder(Event)
+
+
+def send(connection: Connection, message: Request | Event) -> None:
+    """Send one message; raises OSError when the other side is gone."""
+    connection.send_bytes(_encoder.encode(message))
+
+
+def receive_request(connection: Connection) -> Request:
+    """Next request, in the engine process; raises EOFError when the host is gone."""
+    return _request_decoder.decode(connection.recv_bytes())
+
+
+def receive_event(connection: Connection) -> Event:
+    """Next event, in the host; raises EOFError when the engine process is gone."""
+    try:
+        return _event_decoder.decode(connection.recv_bytes())
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"the engine process sent a message that does not decode: {error}") from error

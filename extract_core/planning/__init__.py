@@ -1,0 +1,1 @@
+"""What will be extracted and where every row goes, decided before the model runs."""

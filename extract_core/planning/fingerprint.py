@@ -1,0 +1,101 @@
+"""The fingerprint: a digest of everything that decides the values and their places.
+
+Two runs with one fingerprint are interchangeable. What only decides speed (threads, buffers, GPU memory share) stays
+out, so that a resume on another machine finds its plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from extract_core.planning.model import ModelInfo, canonical_digest, model_identity
+from extract_core.settings import JobSettings
+from extract_core.store.shard import DTYPES
+
+SPEC_VERSION = 1
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """The document behind a fingerprint (stored in plan and manifest)."""
+
+    document: dict[str, Any]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex sha256 of the canonical document, cut to 32 digits; names the plan folder."""
+        return canonical_digest(self.document)[:32]
+
+    @cached_property
+    def values_fingerprint(self) -> str:
+        """Digest of what decides a row's value for given token ids: the document without inputs and layout."""
+        return canonical_digest({k: v for k, v in self.document.items() if k not in ("inputs", "layout")})[:32]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token position: L * H * size of a value."""
+        return int(self.document["layout"]["row_bytes"])
+
+
+def store_dtype(settings: JobSettings, model: ModelInfo) -> str:
+    """Dtype of the stored rows."""
+    return settings.store.dtype if settings.store.dtype != "auto" else model.dtype
+
+
+def job_spec(
+    settings: JobSettings,
+    model: ModelInfo,
+    *,
+    layer_ids: tuple[int, ...],
+    max_length: int,
+    tokenizer: dict[str, Any],
+    inputs: list[dict[str, Any]],
+    engine: dict[str, Any],
+) -> JobSpec:
+    """Build the document.
+
+    Args:
+        settings: the job.
+        model: the model, whose files are hashed here (cached).
+        layer_ids: resolved ids, ascending.
+        max_length: resolved truncation length.
+        tokenizer: digests of tokenizer and template, template variables, mask method asked for.
+        inputs: name and sha256 of each input file, in order, with the row limit.
+        engine: versions of vLLM and torch, and the platform.
+    """
+    e = settings.engine
+    return JobSpec(
+        {
+            "spec_version": SPEC_VERSION,
+            "model": model_identity(model),
+            "trust_remote_code": settings.model.trust_remote_code,
+            "tokenizer": tokenizer,
+            "samples": {
+                "per": settings.chat.samples,
+                "mask": settings.chat.mask,
+                "max_length": max_length,
+                "truncation": "right",
+                "max_characters": settings.chat.max_characters,
+            },
+            "layer_ids": list(layer_ids),
+            "compute_dtype": model.dtype,
+            "dtype": store_dtype(settings, model),
+            "encoding": settings.store.encoding,
+            "engine": {
+                **engine,
+                "max_num_batched_tokens": e.max_num_batched_tokens,
+                "enforce_eager": e.enforce_eager,
+                "tensor_parallel_size": e.tensor_parallel_size,
+                "quantization": e.quantization,
+                "load_format": e.load_format,
+                "extra": e.extra,
+            },
+            "inputs": {"files": inputs, "limit": settings.data.limit, "split": settings.data.split},
+            "layout": {
+                "shard_bytes": settings.store.shard_bytes,
+                "row_bytes": len(layer_ids) * model.hidden_size * DTYPES[store_dtype(settings, model)][1],
+            },
+        }
+    )

@@ -1,0 +1,163 @@
+"""The target model as planning sees it: where it lies, its shape, its identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from extract_core.errors import ModelError
+from extract_core.settings import ModelSettings
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Shape and identity of a model.
+
+    Attributes:
+        path: local folder with config and weights.
+        name: what the job calls it.
+        commit: hub commit, None for a local folder.
+        n_layers: decoder blocks n.
+        hidden_size: H.
+        vocab_size: ids go from 0 to vocab_size - 1.
+        max_length: most tokens of a sample; one position below the model's limit, for the engine's output token.
+        dtype: compute dtype.
+        parameters: weights counted from the files' sizes, for estimates only.
+    """
+
+    path: Path
+    name: str
+    commit: str | None
+    architecture: str
+    n_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_length: int
+    dtype: str
+    parameters: int
+
+
+def inspect_model(settings: ModelSettings) -> ModelInfo:
+    """Read a model's config without loading its weights.
+
+    Raises:
+        ModelError: no such folder or hub model, no config, no weights, or a config without the sizes needed.
+    """
+    from transformers import AutoConfig
+
+    path, commit = _locate(settings)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {settings.path}: its config cannot be read: {error}") from error
+    text = config.get_text_config()
+    try:
+        limit = int(getattr(text, "max_position_embeddings", 0) or 0)
+        dtype = settings.dtype if settings.dtype != "auto" else _checkpoint_dtype(text, config)
+        weights = sum(file.stat().st_size for file in weight_files(path))
+        return ModelInfo(
+            path=path,
+            name=settings.path,
+            commit=commit,
+            architecture=(config.architectures or [type(config).__name__])[0],
+            n_layers=int(text.num_hidden_layers),
+            hidden_size=int(text.hidden_size),
+            vocab_size=int(text.vocab_size),
+            max_length=limit - 1 if limit else 2**31 - 1,
+            dtype=dtype,
+            parameters=weights // _DTYPE_BYTES.get(_checkpoint_dtype(text, config), 2),
+        )
+    except AttributeError as error:
+        raise ModelError(f"model {settings.path}: its config lacks {error.name!r}, which a decoder model has") from error
+
+
+def _checkpoint_dtype(*configs: Any) -> str:
+    for config in configs:
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        if dtype is not None:
+            name = str(dtype).removeprefix("torch.")
+            # vLLM's "auto" runs float32 checkpoints in bfloat16; rows follow the compute dtype.
+            return "bfloat16" if name == "float32" else name
+    return "bfloat16"
+
+
+def _locate(settings: ModelSettings) -> tuple[Path, str | None]:
+    given = Path(settings.path).expanduser()
+    looks_local = given.exists() or settings.path.startswith((".", "/", "~")) or settings.path.count("/") != 1
+    if looks_local:
+        if not given.is_dir():
+            raise ModelError(
+                f"model.path {settings.path!r} does not exist or is not a folder; give a folder with config.json and "
+                "weights, or a hub id such as org/name"
+            )
+        if not (given / "config.json").is_file():
+            raise ModelError(f"model.path {settings.path!r} holds no config.json; it is not a model folder")
+        if not weight_files(given):
+            raise ModelError(f"model.path {settings.path!r} holds no weights ({', '.join(_WEIGHT_SUFFIXES)})")
+        return given.resolve(), None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = Path(snapshot_download(settings.path, revision=settings.revision, ignore_patterns=["*.gguf", "*.onnx"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model.path {settings.path!r} is neither a folder here nor a hub model that can be fetched: {error}"
+        ) from error
+    return snapshot, snapshot.name
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of a model folder, sorted by name."""
+    return sorted(file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+
+
+def model_identity(model: ModelInfo) -> dict[str, Any]:
+    """Digest of config and weights: what a fingerprint needs, so that a changed checkpoint is never reused."""
+    files = [path for path in sorted(model.path.glob("*.json")) if path.name in ("config.json", "generation_config.json")]
+    return {
+        "name": model.name,
+        "commit": model.commit,
+        "architecture": model.architecture,
+        "files": {file.name: file_sha256(file) for file in [*files, *weight_files(model.path)]},
+    }
+
+
+def file_sha256(path: Path) -> str:
+    """Hex sha256 of a file; remembered in the user's cache by path, size, inode and time of change.
+
+    Weights are hashed once instead of at every start: 140 GB take two minutes.
+    """
+    stat = path.stat()
+    key = f"{path.resolve()}:{stat.st_size}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    cache = _cache_folder() / hashlib.sha256(key.encode()).hexdigest()
+    if stat.st_size > 2**20 and cache.is_file():
+        return cache.read_text(encoding="ascii")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if stat.st_size > 2**20:
+        temporary = cache.with_suffix(f".{os.getpid()}")
+        temporary.write_text(digest, encoding="ascii")
+        temporary.replace(cache)
+    return digest
+
+
+@lru_cache
+def _cache_folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "coresample" / "sha256"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def canonical_digest(value: Any) -> str:
+    """Hex sha256 of a value as canonical JSON (sorted keys, no spaces)."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

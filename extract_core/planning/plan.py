@@ -1,0 +1,338 @@
+"""The plan: every sample, its shard and its first row, fixed before the model runs.
+
+A plan is a pure function of the job, the input bytes and the model files. It streams: samples are written as they
+are rendered, a Parquet row group per shard, and only their ids stay in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from extract_core.chat import Dropped, InputFile, Sample
+from extract_core.errors import AlreadyExistsError, CorruptDataError, InputDataError
+from extract_core.planning.fingerprint import JobSpec
+from extract_core.store import layout
+from extract_core.store.root import Root
+
+PLAN_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("shard", pa.int32()),
+        ("first_row", pa.int64()),
+        ("n_tokens", pa.int32()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("source_file", pa.string()),
+        ("source_row", pa.int64()),
+        ("source_turn", pa.int32()),
+        ("split", pa.string()),
+        ("mask_method", pa.string()),
+        ("truncated", pa.bool_()),
+    ]
+)
+
+
+class PlannedShard(BaseModel):
+    """One shard of the layout; ``rows`` token positions of ``samples`` samples."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    index: int
+    rows: int
+    samples: int
+
+
+class PlanMeta(BaseModel):
+    """What is known about a plan without reading its samples (``plan.json``)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: int = 1
+    fingerprint: str
+    spec: dict[str, Any]
+    plan_sha256: str
+    row_bytes: int
+    shards: list[PlannedShard]
+    input: int
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    truncated: int
+    duplicates: int
+    dropped: dict[str, int]
+    malformed: int
+    mask_methods: dict[str, int]
+    length_histogram: dict[str, int]
+    longest: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of hidden states the plan will store."""
+        return self.tokens * self.row_bytes
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Shards filled in input order up to a byte target; a sample is never split."""
+
+    rows_per_shard: int
+    rows: int = 0
+    shards: list[PlannedShard] = field(default_factory=list)
+    samples: int = 0
+
+    def place(self, n_tokens: int) -> tuple[int, int, bool]:
+        """(shard, first row, whether this sample opens a new shard)."""
+        opened = self.samples > 0 and self.rows + n_tokens > self.rows_per_shard
+        if opened:
+            self.close()
+        first = self.rows
+        self.rows += n_tokens
+        self.samples += 1
+        return len(self.shards), first, opened
+
+    def close(self) -> None:
+        if self.samples:
+            self.shards.append(PlannedShard(index=len(self.shards), rows=self.rows, samples=self.samples))
+        self.rows = self.samples = 0
+
+
+class Plan:
+    """A plan that exists under a root, with access to the samples of one shard at a time."""
+
+    def __init__(self, root: Root, meta: PlanMeta, table: pq.ParquetFile):
+        self.root, self.meta, self._table = root, meta, table
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the plan under ``plans/``."""
+        return self.meta.fingerprint
+
+    def shard(self, index: int) -> pa.Table:
+        """The samples of one shard, by first row (schema ``PLAN_SCHEMA``)."""
+        return self._table.read_row_group(index)
+
+    def shards(self) -> Iterator[pa.Table]:
+        """Every shard's samples, one shard in memory at a time."""
+        for shard in self.meta.shards:
+            yield self.shard(shard.index)
+
+
+def load_plan(root: Root, fingerprint: str) -> Plan | None:
+    """The plan of this fingerprint, or None if the root has none.
+
+    Raises:
+        CorruptDataError: ``plan.json`` or ``plan.parquet`` is not what was written.
+    """
+    try:
+        raw = root.read_bytes(layout.plan_meta_path(fingerprint))
+    except FileNotFoundError:
+        return None
+    name = layout.plan_meta_path(fingerprint)
+    try:
+        meta = PlanMeta.model_validate_json(raw)
+    except ValidationError as error:
+        raise CorruptDataError(f"{root.url}/{name} is not a plan this version can read: {error}") from error
+    return Plan(root, meta, _open_table(root, meta))
+
+
+def _open_table(root: Root, meta: PlanMeta) -> pq.ParquetFile:
+    import hashlib
+
+    name = layout.plan_path(meta.fingerprint)
+    local = root.local_path(name)
+    data = root.read_bytes(name) if local is None else None
+    if local is not None:
+        with local.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    else:
+        assert data is not None
+        digest = hashlib.sha256(data).hexdigest()
+    if digest != meta.plan_sha256:
+        raise CorruptDataError(
+            f"{root.url}/{name}: sha256 {digest}, plan.json says {meta.plan_sha256}; delete the folder "
+            f"plans/{meta.fingerprint} to plan again (committed shards of it are then extracted again)"
+        )
+    return pq.ParquetFile(local if local is not None else pa.BufferReader(data))
+
+
+def make_plan(
+    root: Root,
+    spec: JobSpec,
+    items: Iterator[Sample | Dropped],
+    inputs: list[InputFile],
+    *,
+    shard_bytes: int,
+    on_sample: Callable[[int], None] | None = None,
+) -> Plan:
+    """Lay out every sample and write the plan under the root; ``plan.json`` last, by exclusive create.
+
+    Args:
+        root: where the plan goes.
+        spec: everything the fingerprint covers.
+        items: rendered samples and drops, in input order.
+        inputs: the files they came from, for messages.
+        shard_bytes: target of one shard's hidden states.
+        on_sample: called with the number of items so far.
+
+    Raises:
+        InputDataError: no usable sample; names the first few drops.
+    """
+    row_bytes = spec.row_bytes
+    plan_layout = _Layout(max(1, shard_bytes // row_bytes))
+    tally = _Tally()
+    with tempfile.TemporaryDirectory(prefix="coresample-plan-") as folder:
+        parquet, dropped = Path(folder) / "plan.parquet", Path(folder) / "dropped.jsonl"
+        with (
+            pq.ParquetWriter(parquet, PLAN_SCHEMA, compression="zstd") as writer,
+            dropped.open("w", encoding="utf-8") as drops,
+        ):
+            pending: list[dict[str, Any]] = []
+            for item in items:
+                tally.input += 1
+                if on_sample is not None:
+                    on_sample(tally.input)
+                if isinstance(item, Dropped):
+                    tally.drop(item)
+                    drops.write(_drop_line(item))
+                    continue
+                if item.sample_id in tally.ids:
+                    tally.duplicates += 1
+                    drops.write(_duplicate_line(item))
+                    continue
+                shard, first_row, opened = plan_layout.place(len(item.token_ids))
+                if opened:
+                    writer.write_table(pa.Table.from_pylist(pending, PLAN_SCHEMA))
+                    pending = []
+                pending.append(_plan_row(item, shard, first_row))
+                tally.add(item)
+            plan_layout.close()
+            if pending:
+                writer.write_table(pa.Table.from_pylist(pending, PLAN_SCHEMA))
+        if not tally.ids:
+            raise _nothing_usable(tally, inputs)
+        meta = tally.meta(spec, plan_layout.shards, _sha256(parquet))
+        _publish_plan(root, meta, parquet, dropped)
+    plan = load_plan(root, meta.fingerprint)
+    assert plan is not None
+    return plan
+
+
+def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path) -> None:
+    fingerprint = meta.fingerprint
+    root.put_bytes(layout.dropped_path(fingerprint), dropped.read_bytes())
+    root.put_file(parquet, layout.plan_path(fingerprint))
+    text = json.dumps(meta.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
+    try:
+        root.create_exclusive(layout.plan_meta_path(fingerprint), text.encode())
+    except AlreadyExistsError as taken:
+        # Another run of the same job planned at the same time; plans of one fingerprint are equal by construction.
+        if json.loads(taken.existing)["shards"] != json.loads(text)["shards"]:
+            raise CorruptDataError(
+                f"{root.url}/{taken.path}: two plans of fingerprint {fingerprint} differ; this is a defect, please report"
+            ) from taken
+
+
+def _plan_row(sample: Sample, shard: int, first_row: int) -> dict[str, Any]:
+    return {
+        "sample_id": sample.sample_id,
+        "shard": shard,
+        "first_row": first_row,
+        "n_tokens": len(sample.token_ids),
+        "token_ids": sample.token_ids,
+        "loss_mask": sample.loss_mask,
+        "source_file": sample.source.file,
+        "source_row": sample.source.row,
+        "source_turn": sample.source.turn,
+        "split": sample.split,
+        "mask_method": sample.mask_method,
+        "truncated": sample.truncated,
+    }
+
+
+class _Tally:
+    """Counts for the accounting equation: input = samples + duplicates + dropped."""
+
+    def __init__(self) -> None:
+        self.input = self.duplicates = self.tokens = self.supervised = self.truncated = self.malformed = self.longest = 0
+        self.ids: set[str] = set()
+        self.dropped: Counter[str] = Counter()
+        self.methods: Counter[str] = Counter()
+        self.lengths: Counter[int] = Counter()
+        self.first_drops: list[Dropped] = []
+
+    def add(self, sample: Sample) -> None:
+        n = len(sample.token_ids)
+        self.ids.add(sample.sample_id)
+        self.tokens += n
+        self.supervised += int(sample.loss_mask.sum())
+        self.truncated += sample.truncated
+        self.methods[sample.mask_method] += 1
+        self.lengths[max(0, (n - 1).bit_length())] += 1
+        self.longest = max(self.longest, n)
+
+    def drop(self, item: Dropped) -> None:
+        self.dropped[item.reason.value] += 1
+        self.malformed += item.reason.malformed
+        if len(self.first_drops) < 5:
+            self.first_drops.append(item)
+
+    def meta(self, spec: JobSpec, shards: list[PlannedShard], digest: str) -> PlanMeta:
+        return PlanMeta(
+            fingerprint=spec.fingerprint,
+            spec=spec.document,
+            plan_sha256=digest,
+            row_bytes=spec.row_bytes,
+            shards=shards,
+            input=self.input,
+            samples=len(self.ids),
+            tokens=self.tokens,
+            supervised_tokens=self.supervised,
+            truncated=self.truncated,
+            duplicates=self.duplicates,
+            dropped=dict(sorted(self.dropped.items())),
+            malformed=self.malformed,
+            mask_methods=dict(sorted(self.methods.items())),
+            length_histogram={str(2**power): count for power, count in sorted(self.lengths.items())},
+            longest=self.longest,
+        )
+
+
+def _drop_line(item: Dropped) -> str:
+    return _line(item.source, item.reason.value, item.detail, item.field)
+
+
+def _duplicate_line(sample: Sample) -> str:
+    return _line(sample.source, "duplicate", f"same tokens and mask as sample {sample.sample_id}", None)
+
+
+def _line(source: Any, reason: str, detail: str, name: str | None) -> str:
+    entry = {"file": source.file, "row": source.row, "turn": source.turn, "reason": reason, "field": name, "detail": detail}
+    return json.dumps(entry, ensure_ascii=False) + "\n"
+
+
+def _nothing_usable(tally: _Tally, inputs: list[InputFile]) -> InputDataError:
+    where = ", ".join(str(file.path) for file in inputs[:3])
+    if not tally.input:
+        return InputDataError(f"{where}: no rows; expected at least one conversation or tokenized row")
+    lines = [f"  {d.source.file}, row {d.source.row}: {d.reason.value}: {d.detail}" for d in tally.first_drops]
+    return InputDataError(
+        f"{where}: none of {tally.input} rows is usable "
+        f"({', '.join(f'{reason} {count}' for reason, count in tally.dropped.most_common())}); the first:\n" + "\n".join(lines)
+    )
+
+
+def _sha256(path: Path) -> str:
+    import hashlib
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
