@@ -28,7 +28,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     """Samples of a version, by position.
 
     An item is a dict of ``input_ids`` int64 ``[N]``, ``loss_mask`` int64 ``[N]``, ``hidden_states`` ``[N, L, H]`` and
-    ``sample_id``. Layers are ascending layer ids, ``layer_ids`` names them; the last block, n, is before the final norm.
+    ``sample_id``. ``layer_ids`` names the layers; the last block's, n, is before the final norm.
     On a local root the states of a sample that is stored in one piece share the file's pages (writing to them
     never changes the file). Safe in DataLoader workers, forked or spawned.
 
