@@ -164,6 +164,9 @@ class JobSettings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()
     checks: CheckSettings = CheckSettings()
+    allow_change: bool = Field(
+        False, description="Let a root's next version differ from its last in model, template, layers or dtype."
+    )
     completeness: float = Field(
         0.99, ge=0, le=1, description="Publish only if at least this share of the input is published or excluded by rule."
     )

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from extract_core.chat import Dropped, InputFile, Sample
-from extract_core.errors import AlreadyExistsError, CorruptDataError, InputDataError
+from extract_core.chat import Dropped, Sample, Tally
+from extract_core.errors import AlreadyExistsError, CorruptDataError
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.store import layout
 from extract_core.store.root import Root
@@ -169,7 +169,6 @@ def make_plan(
     root: Root,
     spec: JobSpec,
     items: Iterator[Sample | Dropped],
-    inputs: list[InputFile],
     *,
     shard_bytes: int,
     on_sample: Callable[[int], None] | None = None,
@@ -180,16 +179,15 @@ def make_plan(
         root: where the plan goes.
         spec: everything the fingerprint covers.
         items: rendered samples and drops, in input order.
-        inputs: the files they came from, for messages.
         shard_bytes: target of one shard's hidden states.
         on_sample: called with the number of items so far.
 
     Raises:
-        InputDataError: no usable sample; names the first few drops.
+        InputDataError: no usable sample; names the first row and the counts by reason.
     """
     row_bytes = spec.row_bytes
     plan_layout = _Layout(max(1, shard_bytes // row_bytes))
-    tally = _Tally()
+    counts, tally = _Counts(), Tally()
     with tempfile.TemporaryDirectory(prefix="coresample-plan-") as folder:
         parquet, dropped = Path(folder) / "plan.parquet", Path(folder) / "dropped.jsonl"
         with (
@@ -198,15 +196,13 @@ def make_plan(
         ):
             pending: list[dict[str, Any]] = []
             for item in items:
-                tally.input += 1
+                tally.add(item)
                 if on_sample is not None:
-                    on_sample(tally.input)
+                    on_sample(tally.candidates)
                 if isinstance(item, Dropped):
-                    tally.drop(item)
                     drops.write(_drop_line(item))
                     continue
-                if item.sample_id in tally.ids:
-                    tally.duplicates += 1
+                if item.sample_id in counts.ids:
                     drops.write(_duplicate_line(item))
                     continue
                 shard, first_row, opened = plan_layout.place(len(item.token_ids))
@@ -214,13 +210,12 @@ def make_plan(
                     writer.write_table(pa.Table.from_pylist(pending, PLAN_SCHEMA))
                     pending = []
                 pending.append(_plan_row(item, shard, first_row))
-                tally.add(item)
+                counts.add(item)
             plan_layout.close()
             if pending:
                 writer.write_table(pa.Table.from_pylist(pending, PLAN_SCHEMA))
-        if not tally.ids:
-            raise _nothing_usable(tally, inputs)
-        meta = tally.meta(spec, plan_layout.shards, _sha256(parquet))
+        tally.raise_if_unusable()
+        meta = counts.meta(spec, tally, plan_layout.shards, _sha256(parquet))
         _publish_plan(root, meta, parquet, dropped)
     plan = load_plan(root, meta.fingerprint)
     assert plan is not None
@@ -259,16 +254,14 @@ def _plan_row(sample: Sample, shard: int, first_row: int) -> dict[str, Any]:
     }
 
 
-class _Tally:
-    """Counts for the accounting equation: input = samples + duplicates + dropped."""
+class _Counts:
+    """What the plan knows of its distinct samples, beyond the tally of everything read."""
 
     def __init__(self) -> None:
-        self.input = self.duplicates = self.tokens = self.supervised = self.truncated = self.malformed = self.longest = 0
+        self.tokens = self.supervised = self.truncated = self.longest = 0
         self.ids: set[str] = set()
-        self.dropped: Counter[str] = Counter()
         self.methods: Counter[str] = Counter()
         self.lengths: Counter[int] = Counter()
-        self.first_drops: list[Dropped] = []
 
     def add(self, sample: Sample) -> None:
         n = len(sample.token_ids)
@@ -277,30 +270,24 @@ class _Tally:
         self.supervised += int(sample.loss_mask.sum())
         self.truncated += sample.truncated
         self.methods[sample.mask_method] += 1
-        self.lengths[max(0, (n - 1).bit_length())] += 1
+        self.lengths[(n - 1).bit_length()] += 1
         self.longest = max(self.longest, n)
 
-    def drop(self, item: Dropped) -> None:
-        self.dropped[item.reason.value] += 1
-        self.malformed += item.reason.malformed
-        if len(self.first_drops) < 5:
-            self.first_drops.append(item)
-
-    def meta(self, spec: JobSpec, shards: list[PlannedShard], digest: str) -> PlanMeta:
+    def meta(self, spec: JobSpec, tally: Tally, shards: list[PlannedShard], digest: str) -> PlanMeta:
         return PlanMeta(
             fingerprint=spec.fingerprint,
             spec=spec.document,
             plan_sha256=digest,
             row_bytes=spec.row_bytes,
             shards=shards,
-            input=self.input,
+            input=tally.candidates,
             samples=len(self.ids),
             tokens=self.tokens,
             supervised_tokens=self.supervised,
             truncated=self.truncated,
-            duplicates=self.duplicates,
-            dropped=dict(sorted(self.dropped.items())),
-            malformed=self.malformed,
+            duplicates=tally.samples - len(self.ids),
+            dropped={reason.value: count for reason, count in sorted(tally.dropped.items())},
+            malformed=tally.malformed,
             mask_methods=dict(sorted(self.methods.items())),
             length_histogram={str(2**power): count for power, count in sorted(self.lengths.items())},
             longest=self.longest,
@@ -318,17 +305,6 @@ def _duplicate_line(sample: Sample) -> str:
 def _line(source: Any, reason: str, detail: str, name: str | None) -> str:
     entry = {"file": source.file, "row": source.row, "turn": source.turn, "reason": reason, "field": name, "detail": detail}
     return json.dumps(entry, ensure_ascii=False) + "\n"
-
-
-def _nothing_usable(tally: _Tally, inputs: list[InputFile]) -> InputDataError:
-    where = ", ".join(str(file.path) for file in inputs[:3])
-    if not tally.input:
-        return InputDataError(f"{where}: no rows; expected at least one conversation or tokenized row")
-    lines = [f"  {d.source.file}, row {d.source.row}: {d.reason.value}: {d.detail}" for d in tally.first_drops]
-    return InputDataError(
-        f"{where}: none of {tally.input} rows is usable "
-        f"({', '.join(f'{reason} {count}' for reason, count in tally.dropped.most_common())}); the first:\n" + "\n".join(lines)
-    )
 
 
 def _sha256(path: Path) -> str:

@@ -178,11 +178,13 @@ class Root:
 
     def describe(self, rel: str) -> str:
         """The full path or URL of an object, for messages."""
-        return f"{self.url}/{_checked(rel)}"
+        return f"{self.url}/{_checked(rel)}" if rel else self.url
 
     def local_path(self, rel: str) -> Path | None:
         """The object's path on this machine; None on a remote root."""
-        return None if self._local is None else self._local / _checked(rel)
+        if self._local is None:
+            return None
+        return self._local / _checked(rel) if rel else self._local
 
     def _open_remote(self) -> tuple[Any, str]:
         """File system and prefix. Opened anew in a forked process: async file systems do not survive a fork."""
@@ -206,7 +208,7 @@ class Root:
 
     def _target(self, rel: str) -> tuple[Any, str]:
         fs, prefix = self._open_remote()
-        return fs, f"{prefix}/{_checked(rel)}"
+        return fs, f"{prefix}/{_checked(rel)}" if rel else prefix
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ class Root:
             return int(info["size"])
 
     def list(self, rel_dir: str) -> list[str]:
-        """Names (not paths) in a folder, sorted, asked anew each time; empty when the folder is absent."""
+        """Names (not paths) in a folder ("" is the root), sorted, asked anew each time; empty when it is absent."""
         try:
             with self._reading(rel_dir, action="list"):
                 if (path := self.local_path(rel_dir)) is not None:

@@ -1,0 +1,252 @@
+"""A job made ready: settings checked against model, data, store and engine, and the plan that follows from them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from extract_core.chat import ChatTokenizer, InputFile, input_files, load_chat_tokenizer, read_samples
+from extract_core.engine.protocol import EngineSpec
+from extract_core.engine.versions import installed_engine
+from extract_core.errors import RootConflictError, SettingsError
+from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype
+from extract_core.planning.layers import resolve_layer_ids
+from extract_core.planning.model import ModelInfo, inspect_model
+from extract_core.planning.plan import Plan, load_plan, make_plan
+from extract_core.progress import reporter
+from extract_core.settings import JobSettings
+from extract_core.store import layout
+from extract_core.store.records import Manifest
+from extract_core.store.root import Root
+from extract_core.store.versions import latest_version, read_manifest
+
+_OWN_NAMES = {layout.SHARDS, layout.INDEXES, layout.REPORTS, layout.PLANS, layout.VERSIONS, layout.LATEST, layout.PROBES}
+_SAME_DATASET = ("model", "tokenizer", "samples", "layer_ids", "dtype", "encoding")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs, decided and checked; nothing has been extracted."""
+
+    settings: JobSettings
+    root: Root
+    model: ModelInfo
+    layer_ids: tuple[int, ...]
+    spec: JobSpec
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the stored rows."""
+        return store_dtype(self.settings, self.model)
+
+    @cached_property
+    def engine_spec(self) -> EngineSpec:
+        """How the engine of this job is built."""
+        e = self.settings.engine
+        return EngineSpec(
+            model=str(self.model.path),
+            layer_ids=list(self.layer_ids),
+            # Room for the output token and one more: vLLM never finishes a prompt that fills its limit.
+            max_model_len=min(self.plan.meta.longest + 2, self.model.max_length + 1),
+            dtype=self.model.dtype,
+            store_dtype=self.dtype,
+            trust_remote_code=self.settings.model.trust_remote_code,
+            max_num_batched_tokens=e.max_num_batched_tokens,
+            max_num_seqs=e.max_num_seqs,
+            gpu_memory_utilization=e.gpu_memory_utilization,
+            kv_cache_bytes=e.kv_cache_bytes,
+            tensor_parallel_size=e.tensor_parallel_size,
+            enforce_eager=e.enforce_eager,
+            quantization=e.quantization,
+            load_format=e.load_format,
+            buffer_bytes=e.buffer_bytes,
+            writer_threads=e.writer_threads,
+            extra=e.extra,
+        )
+
+    @cached_property
+    def spool(self) -> Path:
+        """Local folder for shards being written: on the root's own disk where the root is local."""
+        chosen = self.settings.store.spool
+        if chosen is not None:
+            folder = Path(chosen).expanduser()
+        elif (local := self.root.local_path(".spool")) is not None:
+            folder = local
+        else:
+            folder = Path(tempfile.gettempdir()) / "coresample-spool"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def spool_path(self, shard: int, attempt: str) -> Path:
+        """Where one attempt writes one shard."""
+        return self.spool / f"{self.plan.fingerprint[:12]}-{shard:05d}-{os.getpid()}-{attempt}.tmp"
+
+    def published(self) -> Manifest | None:
+        """The latest version if it is exactly this plan: then there is nothing to do."""
+        latest = _latest(self.root)
+        return latest if latest is not None and latest.fingerprint == self.plan.fingerprint else None
+
+
+def new_attempt() -> str:
+    """Id of one attempt at a shard or a publication (32 hex digits)."""
+    return uuid.uuid4().hex
+
+
+def prepare(settings: JobSettings) -> Job:
+    """Check a job and plan it, or find its plan.
+
+    Raises:
+        SettingsError, ModelError, LayerIdError, InputDataError, TemplateError, RootConflictError: the job cannot run;
+            the message names what to change.
+    """
+    progress = reporter()
+    progress.stage("Reading model and data")
+    root = open_root(settings)
+    model = inspect_model(settings.model)
+    layer_ids = resolve_layer_ids(settings.layers, model.n_layers)
+    max_length = resolve_max_length(settings, model)
+    files = input_files(settings.data)
+    tokenizer = load_chat_tokenizer(_tokenizer_settings(settings, model), settings.chat)
+    spec = job_spec(
+        settings,
+        model,
+        layer_ids=layer_ids,
+        max_length=max_length,
+        tokenizer=_tokenizer_identity(settings, tokenizer),
+        inputs=[{"name": os.path.basename(file.path), "sha256": file.sha256()} for file in files],
+        engine=installed_engine(),
+    )
+    refuse_other_dataset(root, spec, allow=settings.allow_change)
+    plan = load_plan(root, spec.fingerprint)
+    notes: tuple[str, ...] = ()
+    if plan is None:
+        plan = _plan(settings, root, spec, tokenizer, files, max_length, model)
+        notes = tuple(f"{text} ({count} times)" if count > 1 else text for text, count in tokenizer.notes.items())
+    for text in notes:
+        progress.note(text)
+    return Job(settings, root, model, layer_ids, spec, plan, notes)
+
+
+def _plan(
+    settings: JobSettings,
+    root: Root,
+    spec: JobSpec,
+    tokenizer: ChatTokenizer,
+    files: list[InputFile],
+    max_length: int,
+    model: ModelInfo,
+) -> Plan:
+    progress = reporter()
+    progress.stage("Planning", total=settings.data.limit, unit="rows")
+    items = read_samples(
+        settings.data,
+        settings.chat,
+        tokenizer,
+        max_length=max_length,
+        vocab_size=model.vocab_size,
+        on_progress=progress.advance,
+    )
+    return make_plan(root, spec, items, shard_bytes=settings.store.shard_bytes)
+
+
+def _tokenizer_settings(settings: JobSettings, model: ModelInfo) -> Any:
+    """The tokenizer of a hub model comes from the same snapshot as its config."""
+    if settings.model.tokenizer is not None:
+        return settings.model
+    return settings.model.model_copy(update={"tokenizer": str(model.path)})
+
+
+def _tokenizer_identity(settings: JobSettings, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    return {
+        "tokenizer_sha256": tokenizer.tokenizer_digest,
+        "template_sha256": tokenizer.template_digest,
+        "template_kwargs": settings.chat.template_kwargs,
+        "template_date": settings.chat.template_date,
+    }
+
+
+def resolve_max_length(settings: JobSettings, model: ModelInfo) -> int:
+    """Truncation length in tokens.
+
+    Raises:
+        SettingsError: longer than the model allows.
+    """
+    asked = settings.chat.max_length
+    if asked is None:
+        return model.max_length
+    if asked > model.max_length:
+        raise SettingsError(
+            f"chat.max_length is {asked}, but {model.name} takes at most {model.max_length} tokens of input "
+            f"({model.max_length + 1} positions, one of them for the output token); lower chat.max_length"
+        )
+    return asked
+
+
+def open_root(settings: JobSettings) -> Root:
+    """The dataset root, which must be empty, absent or a dataset of ours.
+
+    Raises:
+        RootConflictError: a folder with other files in it.
+        StoreError: it cannot be reached.
+    """
+    root = Root.open(settings.root, settings.store.storage_options)
+    names = set(root.list(""))
+    foreign = sorted(name for name in names - _OWN_NAMES if not name.startswith("."))
+    if foreign and not names & {layout.PLANS, layout.VERSIONS}:
+        raise RootConflictError(
+            f"root {settings.root} holds other files ({', '.join(foreign[:5])}{' ...' if len(foreign) > 5 else ''}) and "
+            "no dataset; choose an empty or new folder"
+        )
+    return root
+
+
+def refuse_other_dataset(root: Root, spec: JobSpec, *, allow: bool) -> None:
+    """A root holds one dataset: its versions share model, tokenizer, samples, layers and dtype.
+
+    Raises:
+        RootConflictError: lists every field that differs.
+    """
+    if allow:
+        return
+    for what, other in _documents(root):
+        ours = spec.document
+        differing = [
+            f"  {key}: there {_brief(other.get(key))}, in this job {_brief(ours.get(key))}"
+            for key in _SAME_DATASET
+            if other.get(key) != ours.get(key)
+        ]
+        if differing:
+            raise RootConflictError(
+                f"root {root.url} holds {what} of another job; it differs in\n"
+                + "\n".join(differing)
+                + "\nChoose another root, or set allow_change: true to make this job its next version"
+            )
+        return
+
+
+def _documents(root: Root) -> list[tuple[str, dict[str, Any]]]:
+    latest = _latest(root)
+    if latest is not None:
+        return [(f"version {latest.version}", latest.spec)]
+    plans = [load_plan(root, name) for name in root.list(layout.PLANS)]
+    return [("an unfinished plan", plan.meta.spec) for plan in plans if plan is not None]
+
+
+def _latest(root: Root) -> Manifest | None:
+    version = latest_version(root)
+    return read_manifest(root, version) if version is not None else None
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict):
+        if "files" in value and "name" in value:
+            return f"{value['name']} (files {', '.join(f'{n}:{d[:8]}' for n, d in value['files'].items())})"
+        return ", ".join(f"{key}={str(item)[:16]}" for key, item in value.items())
+    return str(value)

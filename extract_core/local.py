@@ -1,0 +1,110 @@
+"""A whole run in this process without Prefect: the same steps as the flow, in a loop."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from extract_core import pipeline
+from extract_core.errors import CoresampleError
+from extract_core.job import Job, prepare
+from extract_core.progress import reporter
+from extract_core.settings import JobSettings
+from extract_core.store.records import CommitRecord, Manifest
+
+T = TypeVar("T")
+
+RETRIES = 3
+"""Tries after the first, for failures that may pass (store unavailable, engine replaced)."""
+RETRY_DELAYS_S = (2.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to. ``new`` is False when the plan was published already and nothing ran."""
+
+    manifest: Manifest
+    root: str
+    new: bool
+    seconds: float
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether trying the same again may help."""
+    return isinstance(error, CoresampleError) and error.retryable
+
+
+def with_retries(step: Callable[[], T], *, delays_s: tuple[float, ...] = RETRY_DELAYS_S) -> T:
+    """Call a step, again after a delay when its failure may pass."""
+    for delay in delays_s:
+        try:
+            return step()
+        except CoresampleError as error:
+            if not error.retryable:
+                raise
+            reporter().note(f"{error}; trying again in {delay:.0f} s")
+            time.sleep(delay)
+    return step()
+
+
+def run(settings: JobSettings) -> RunResult:
+    """Plan, extract, validate and publish; goes on from the commit records of an earlier run."""
+    started = time.time()
+    job = with_retries(lambda: prepare(settings))
+    published = job.published()
+    if published is not None:
+        return RunResult(published, job.root.url, False, time.time() - started)
+    extract(job)
+    reporter().stage("Checking")
+    report = with_retries(lambda: pipeline.validate(job))
+    reporter().stage("Publishing")
+    manifest = with_retries(lambda: pipeline.publish(job, report, started=started))
+    return RunResult(manifest, job.root.url, True, time.time() - started)
+
+
+def extract(job: Job) -> None:
+    """Extract every shard that has no commit record; a shard is committed while the next one is captured."""
+    todo = pipeline.open_shards(job)
+    if not todo:
+        return
+    pipeline.clean_spool(job)
+    progress = ShardProgress(job, todo)
+    waiting: deque[Future[CommitRecord]] = deque()
+    with pipeline.make_supervisor(job) as engine, ThreadPoolExecutor(1, "commit") as committer:
+        try:
+            for shard in todo:
+                captured = with_retries(
+                    lambda shard=shard: pipeline.capture_shard(job, engine, shard, progress.tokens)  # type: ignore[misc]
+                )
+                progress.shard_done(shard)
+                waiting.append(
+                    committer.submit(with_retries, lambda c=captured: pipeline.commit_shard(job, c))  # type: ignore[misc]
+                )
+                while len(waiting) > 1:  # one shard may wait on the spool, not more
+                    waiting.popleft().result()
+        finally:
+            while waiting:
+                waiting.popleft().result()
+
+
+class ShardProgress:
+    """Tokens of the whole run, from the tokens of the shard at work."""
+
+    def __init__(self, job: Job, todo: list[int]):
+        self._job = job
+        self._done = 0
+        self._rows = {shard.index: shard.rows for shard in job.plan.meta.shards}
+        reporter().stage("Extracting", total=sum(self._rows[shard] for shard in todo), unit="tokens")
+
+    def tokens(self, of_shard: int) -> None:
+        """``of_shard`` tokens of the current shard are computed."""
+        reporter().advance(self._done + of_shard)
+
+    def shard_done(self, shard: int) -> None:
+        """A shard is captured."""
+        self._done += self._rows[shard]
+        reporter().advance(self._done)
