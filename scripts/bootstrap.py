@@ -114,13 +114,13 @@ def install(venv: Path, locks: list[str], force: bool) -> None:
                 run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *gone)
             say(f"installing requirements/{name}.lock ({len(parse_lock(text))} packages)")
             lock = ROOT / "requirements" / f"{name}.lock"
-            run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", "-r", lock)
+            run(python, "-m", "pip", "install", "-qq", "--no-deps", "--disable-pip-version-check", "-r", lock)
             remember(venv, f"{name}.lock", text)
     packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
     project = f"{ROOT}\n{' '.join(packages)}\n{(ROOT / 'pyproject.toml').read_text(encoding='utf-8')}"
     if force or stale(venv, "project", project):
         say("installing coresample, editable")
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
         run(*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT)
         remember(venv, "project", project)
 

@@ -103,8 +103,13 @@ def _convert(gguf: Path, target: Path) -> float:
     logging.set_verbosity_error()  # it warns that packed weights are slow; they are unpacked here
     logging.disable_progress_bar()
     folder, name = str(gguf.parent), gguf.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    except (ImportError, ValueError, KeyError) as error:
+        raise PrepareError(
+            f"transformers cannot read {gguf}: {error}\nUse the versions of requirements/*.lock (run: make env)"
+        ) from error
     # The weights are plain bfloat16 by now; without this the checkpoint would still call itself quantized.
     model.hf_quantizer = None
     model.is_quantized = False
@@ -241,6 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.conversations < 1:
         parser.error("--conversations must be at least 1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of the conversion's many short steps say nothing
     try:
         if options.out is None:
             print(f"model: {prepare_model(options.dir)}")
