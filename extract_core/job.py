@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,15 @@ from extract_core.store.records import Manifest
 from extract_core.store.root import Root
 from extract_core.store.versions import latest_version, read_manifest
 
-_OWN_NAMES = {layout.SHARDS, layout.INDEXES, layout.REPORTS, layout.PLANS, layout.VERSIONS, layout.LATEST, layout.PROBES}
+_OWN_NAMES = {
+    layout.SHARDS,
+    layout.INDEXES,
+    layout.REPORTS,
+    layout.PLANS,
+    layout.VERSIONS,
+    layout.LATEST,
+    layout.PROBES,
+}
 _SAME_DATASET = ("model", "tokenizer", "samples", "layer_ids", "dtype", "encoding")
 
 
@@ -99,6 +108,51 @@ def new_attempt() -> str:
     return uuid.uuid4().hex
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A job whose settings fit its model, its data and its root; its rows have not been read."""
+
+    root: Root
+    model: ModelInfo
+    layer_ids: tuple[int, ...]
+    max_length: int
+    files: list[InputFile]
+    tokenizer: ChatTokenizer
+
+    def spec(self, settings: JobSettings, *, inputs: list[dict[str, Any]]) -> JobSpec:
+        """The document behind the fingerprint."""
+        return job_spec(
+            settings,
+            self.model,
+            layer_ids=self.layer_ids,
+            max_length=self.max_length,
+            tokenizer=_tokenizer_identity(settings, self.tokenizer),
+            inputs=inputs,
+            engine=installed_engine(),
+        )
+
+
+def precheck(settings: JobSettings) -> Checked:
+    """Everything that can be refused without reading the rows; writes nothing.
+
+    Raises:
+        SettingsError, ModelError, LayerIdError, InputDataError, TemplateError, RootConflictError: the job cannot run;
+            the message names what to change.
+    """
+    root = open_root(settings)
+    model = inspect_model(settings.model)
+    checked = Checked(
+        root,
+        model,
+        resolve_layer_ids(settings.layers, model.n_layers),
+        resolve_max_length(settings, model),
+        input_files(settings.data),
+        load_chat_tokenizer(_tokenizer_settings(settings, model), settings.chat),
+    )
+    refuse_other_dataset(root, lambda: checked.spec(settings, inputs=[]), allow=settings.allow_change)
+    return checked
+
+
 def prepare(settings: JobSettings) -> Job:
     """Check a job and plan it, or find its plan.
 
@@ -108,52 +162,33 @@ def prepare(settings: JobSettings) -> Job:
     """
     progress = reporter()
     progress.stage("Reading model and data")
-    root = open_root(settings)
-    model = inspect_model(settings.model)
-    layer_ids = resolve_layer_ids(settings.layers, model.n_layers)
-    max_length = resolve_max_length(settings, model)
-    files = input_files(settings.data)
-    tokenizer = load_chat_tokenizer(_tokenizer_settings(settings, model), settings.chat)
-    spec = job_spec(
-        settings,
-        model,
-        layer_ids=layer_ids,
-        max_length=max_length,
-        tokenizer=_tokenizer_identity(settings, tokenizer),
-        inputs=[{"name": os.path.basename(file.path), "sha256": file.sha256()} for file in files],
-        engine=installed_engine(),
+    checked = precheck(settings)
+    root, tokenizer = checked.root, checked.tokenizer
+    spec = checked.spec(
+        settings, inputs=[{"name": Path(file.path).name, "sha256": file.sha256()} for file in checked.files]
     )
-    refuse_other_dataset(root, spec, allow=settings.allow_change)
     plan = load_plan(root, spec.fingerprint)
     notes: tuple[str, ...] = ()
     if plan is None:
-        plan = _plan(settings, root, spec, tokenizer, files, max_length, model)
+        plan = _plan(settings, checked, spec)
         notes = tuple(f"{text} ({count} times)" if count > 1 else text for text, count in tokenizer.notes.items())
     for text in notes:
         progress.note(text)
-    return Job(settings, root, model, layer_ids, spec, plan, notes)
+    return Job(settings, root, checked.model, checked.layer_ids, spec, plan, notes)
 
 
-def _plan(
-    settings: JobSettings,
-    root: Root,
-    spec: JobSpec,
-    tokenizer: ChatTokenizer,
-    files: list[InputFile],
-    max_length: int,
-    model: ModelInfo,
-) -> Plan:
+def _plan(settings: JobSettings, checked: Checked, spec: JobSpec) -> Plan:
     progress = reporter()
     progress.stage("Planning", total=settings.data.limit, unit="rows")
     items = read_samples(
         settings.data,
         settings.chat,
-        tokenizer,
-        max_length=max_length,
-        vocab_size=model.vocab_size,
+        checked.tokenizer,
+        max_length=checked.max_length,
+        vocab_size=checked.model.vocab_size,
         on_progress=progress.advance,
     )
-    return make_plan(root, spec, items, shard_bytes=settings.store.shard_bytes)
+    return make_plan(checked.root, spec, items, shard_bytes=settings.store.shard_bytes)
 
 
 def _tokenizer_settings(settings: JobSettings, model: ModelInfo) -> Any:
@@ -207,8 +242,13 @@ def open_root(settings: JobSettings) -> Root:
     return root
 
 
-def refuse_other_dataset(root: Root, spec: JobSpec, *, allow: bool) -> None:
+def refuse_other_dataset(root: Root, spec: Callable[[], JobSpec], *, allow: bool) -> None:
     """A root holds one dataset: its versions share model, tokenizer, samples, layers and dtype.
+
+    Args:
+        root: may be empty or absent.
+        spec: this job's document; only made, which hashes the weights, when the root holds something to compare with.
+        allow: the job says that a difference is meant.
 
     Raises:
         RootConflictError: lists every field that differs.
@@ -216,7 +256,7 @@ def refuse_other_dataset(root: Root, spec: JobSpec, *, allow: bool) -> None:
     if allow:
         return
     for what, other in _documents(root):
-        ours = spec.document
+        ours = spec().document
         differing = [
             f"  {key}: there {_brief(other.get(key))}, in this job {_brief(ours.get(key))}"
             for key in _SAME_DATASET
