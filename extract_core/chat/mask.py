@@ -110,6 +110,7 @@ def mask_conversation(
         raise RowProblem(DropReason.NO_ASSISTANT_TURN, "the conversation has no assistant message", "messages")
     wanted = turns if turn is None else [turns[turn]]
     text = tokenizer.render(adapted)
+    _refuse_lost_calls(adapted, profile, text)
     method = method or tokenizer.mask_setting
     refused: list[str] = []
     for name in METHODS if method == "auto" else (method,):
@@ -142,17 +143,18 @@ def cross_check(tokenizer: ChatTokenizer, conversation: Conversation) -> CrossCh
     masks: dict[str, np.ndarray] = {}
     refused: dict[str, str] = {}
     adapted, profile = tokenizer.prepare(conversation)
-    ids, _ = tokenizer.encode(tokenizer.render(adapted))
+    turns = assistant_turns(adapted)
+    if not turns:
+        raise RowProblem(DropReason.NO_ASSISTANT_TURN, "the conversation has no assistant message", "messages")
+    text = tokenizer.render(adapted)
+    ids, starts = tokenizer.encode(text)
     for name in METHODS:
-        if name == "generation" and not profile.generation:
-            refused[name] = "the template has no {% generation %} tags"
-            continue
         try:
-            masks[name] = mask_conversation(tokenizer, conversation, method=name).loss_mask
-        except RowProblem as problem:
-            if problem.reason is not DropReason.MASK_FAILED:
-                raise
-            refused[name] = problem.detail
+            masks[name] = _token_mask(
+                tokenizer, text, ids, starts, _SPANS[name](tokenizer, adapted, profile, text, turns)
+            )
+        except Inapplicable as reason:
+            refused[name] = str(reason)
     return CrossCheck(ids, masks, refused, np.array_equal(ids, tokenizer.template_ids(adapted)))
 
 
@@ -419,6 +421,19 @@ def _end_in(
     if ambiguous and behind.strip():
         raise Inapplicable(f"the end of message {index} cannot be told without an end-of-turn token")
     return begin + len(text[begin:at].rstrip())
+
+
+def _refuse_lost_calls(conversation: Conversation, profile: TemplateProfile, text: str) -> None:
+    """A template without tool calls renders them as an empty answer, which nobody wants to train on."""
+    for i, message in enumerate(conversation.messages):
+        for call in message.get("tool_calls", ()):
+            if not profile.tool_calls or call["function"]["name"] not in text:
+                raise RowProblem(
+                    DropReason.LOST_BY_TEMPLATE,
+                    f"the chat template does not render tool calls (here of {call['function']['name'][:60]!r}); use a "
+                    "template that does (chat.template)",
+                    f"messages[{i}].tool_calls",
+                )
 
 
 def _note_losses(tokenizer: ChatTokenizer, conversation: Conversation, text: str) -> None:

@@ -43,6 +43,7 @@ class TemplateProfile:
         reasoning_field: the message field from which reasoning is rendered, None where it never is.
         null_content: assistant content may stay null beside tool calls.
         arguments_as_text: tool-call arguments must be JSON text.
+        tool_calls: calls are rendered; False where the template is known to lose them.
         developer_role: messages with the role developer are rendered; otherwise they are passed as system.
         generation: the template marks generated text by ``{% generation %}``.
         probed: the probes could be rendered at all.
@@ -55,6 +56,7 @@ class TemplateProfile:
     reasoning_field: str | None = None
     null_content: bool = True
     arguments_as_text: bool = False
+    tool_calls: bool = True
     developer_role: bool = True
     generation: bool = False
     probed: bool = False
@@ -372,8 +374,10 @@ class ChatTokenizer:
         arguments_as_text = bool(texts) and (not objects or any(python_repr in text for text in objects))
         calls = as_text if arguments_as_text else as_object
         null, empty = called(None, calls), called("", calls)
+        # Null stays null where the template takes it; not where it fails, loses the call, or prints the word None.
         null_content = null is not None and (
-            empty is None or _ARGUMENT not in empty or null.count("None") <= empty.count("None")
+            empty is None
+            or ((_ARGUMENT in null or _ARGUMENT not in empty) and null.count("None") <= empty.count("None"))
         )
         field = None
         for name in REASONING_FIELDS:
@@ -389,6 +393,7 @@ class ChatTokenizer:
             "reasoning_field": field,
             "null_content": null_content,
             "arguments_as_text": arguments_as_text,
+            "tool_calls": (null is None and empty is None) or any("qzname" in text for text in (null, empty) if text),
             "developer_role": not lost,
         }
 
@@ -429,10 +434,12 @@ def _loses_text(hf: Any, where: str, options: Mapping[str, Any]) -> str | None:
     Some repositories name a class whose conversion rebuilds the tokenizer with another pre-tokenizer: spaces vanish
     and every token differs from those the model was trained on, without any error.
     """
-    if not hf.is_fast:
-        return None
     import tokenizers
+    from transformers import PreTrainedTokenizerFast
     from transformers.utils import cached_file
+
+    if not hf.is_fast or type(hf) is PreTrainedTokenizerFast:
+        return None
 
     file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options)
     if file is None:

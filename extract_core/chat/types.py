@@ -30,6 +30,7 @@ class DropReason(StrEnum):
     BAD_TOKEN_ID = "bad_token_id"
     TEMPLATE_FAILED = "template_failed"
     TOKENIZER_FAILED = "tokenizer_failed"
+    LOST_BY_TEMPLATE = "lost_by_template"
     MASK_FAILED = "mask_failed"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     NO_SUPERVISED_TOKEN = "no_supervised_token"
