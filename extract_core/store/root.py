@@ -324,6 +324,7 @@ class Root:
             StoreUnavailableError: the store did not answer; the object is not there.
             StoreError: anything else.
         """
+        _checked(rel)
         if len(data) > MAX_RECORD_BYTES:
             raise StoreError(
                 f"{self.describe(rel)} would have {len(data)} bytes; records are at most {MAX_RECORD_BYTES}"
@@ -399,7 +400,7 @@ class Root:
             NoSpaceError, StoreUnavailableError, StoreError: as everywhere.
         """
         local = Path(local)
-        path = self.local_path(rel)
+        path = self.local_path(_checked(rel))
         try:
             expected = local.stat().st_size
             if path is None:
@@ -428,7 +429,7 @@ class Root:
 
     def put_bytes(self, rel: str, data: bytes) -> None:
         """Write a small object, replacing one that is there; readers see the old or the new one, never a mixture."""
-        path = self.local_path(rel)
+        path = self.local_path(_checked(rel))
         temp = None
         try:
             if path is None:
@@ -450,6 +451,7 @@ class Root:
 
     def delete(self, rel: str) -> None:
         """Remove an object; one that is absent is no error."""
+        _checked(rel)
         try:
             if (path := self.local_path(rel)) is not None:
                 path.unlink(missing_ok=True)

@@ -52,6 +52,7 @@ def test_objects(root, tmp_path):
     assert root.list("a") == ["b"]
     root.put_bytes("a/c/d", b"new")
     assert root.list("a") == ["b", "c"]  # asked anew, folders too
+    assert root.list("") == ["a"]
     assert root.exists("a/b")
     assert not root.exists("a")
     assert root.size("a/b") == 10

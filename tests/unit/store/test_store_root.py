@@ -59,6 +59,7 @@ def test_write_read_list_delete(root):
     assert not root.exists("a/b")
     assert root.list("a/b") == ["hint.json"]
     assert root.list("a") == ["b"]
+    assert root.list("") == ["a"]
     root.delete("a/b/hint.json")
     assert root.list("a/b") == []
 
@@ -71,8 +72,12 @@ def test_range_past_the_end_is_damage(root):
 
 @pytest.mark.parametrize("rel", ["../x", "/x", "a//b", "", "a/./b", "a\\b", "a/../../b"])
 def test_names_stay_inside_the_root(root, rel):
+    for write in (root.put_bytes, root.create_exclusive, lambda rel, _: root.put_file(Path(root.url), rel)):
+        with pytest.raises(ValueError, match="plain relative path"):
+            write(rel, b"")
     with pytest.raises(ValueError, match="plain relative path"):
-        root.put_bytes(rel, b"")
+        root.delete(rel)
+    assert not Path(root.url).exists()
 
 
 def test_exclusive_create_has_one_winner(root):
