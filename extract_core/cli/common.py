@@ -1,0 +1,325 @@
+"""What every command shares: where output goes, how failures end, option types and how numbers are written.
+
+Results go to standard output, everything else (progress, notes, errors) to standard error. With ``--json`` standard
+output holds one JSON object and nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from extract_core.errors import CoresampleError, EngineError, NoSpaceError, SettingsError
+
+if TYPE_CHECKING:
+    from extract_core.store.root import Root
+
+P = ParamSpec("P")
+
+INTERRUPTED = 130
+_LOG_LINES = 50
+_WIDE = 250
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+JobFile = Annotated[str, typer.Argument(metavar="JOB.YAML", help="The job file; see docs/configuration.md.")]
+RootOption = Annotated[str | None, typer.Option("--root", help="Dataset root instead of the job file's.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Override a field of the job, e.g. chat.max_length=512; repeatable."
+    ),
+]
+DatasetArgument = Annotated[
+    str, typer.Argument(metavar="ROOT[@VERSION]", help="A folder or URL such as s3://bucket/prefix, and a version.")
+]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        help="fsspec option of a remote root, e.g. endpoint_url=http://host:9000; repeatable.",
+    ),
+]
+JobOption = Annotated[
+    str | None, typer.Option("--job", metavar="JOB.YAML", help="Take the root's storage options from this job file.")
+]
+
+
+def out() -> Console:
+    """Standard output. Made anew, so that redirection in the meantime is seen; files and pipes get long lines whole."""
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=_WIDE, soft_wrap=True)
+
+
+def err() -> Console:
+    """Standard error."""
+    plain = {} if sys.stderr.isatty() else {"width": _WIDE, "soft_wrap": True}
+    return Console(stderr=True, highlight=False, **plain)  # type: ignore[arg-type]
+
+
+def fields(console: Console, rows: list[tuple[str, str]]) -> None:
+    """Names and values, one below the other; an empty name goes on with the one above."""
+    if not console.is_terminal:
+        for name, text in rows:
+            console.print(Text(f"{name:<12}{text}".rstrip()))
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    console.print(table)
+
+
+def emit(document: Mapping[str, Any]) -> None:
+    """The result of a command with ``--json``."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def note(text: str) -> None:
+    """One line for the user, on standard error."""
+    err().print(Text(text))
+
+
+@contextlib.contextmanager
+def pure_stdout(active: bool) -> Iterator[None]:
+    """While active, whatever is written to standard output, by any library or child process, goes to standard error."""
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # standard output is closed
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def guarded(command: Callable[P, int | None]) -> Callable[P, None]:
+    """A command whose failures become messages and exit codes; an int that it returns is its exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        as_json = bool(kwargs.get("as_json"))
+        try:
+            code = command(*args, **kwargs) or 0
+            sys.stdout.flush()
+        except typer.Exit:
+            raise
+        except BrokenPipeError:
+            _forget_stdout()
+            code = 1
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+            text = f"interrupted{_KEPT}" if command.__name__ == "run" else "interrupted"
+            _report("KeyboardInterrupt", text, code, as_json)
+        except BaseException as error:
+            known = understood(error)
+            if known is None:
+                if as_json:
+                    _emit_error(type(error).__name__, str(error), 1)
+                raise
+            code = known.exit_code
+            _report(type(known).__name__, str(known), code, as_json, known)
+        raise typer.Exit(code)
+
+    return run
+
+
+_KEPT = "; committed shards are kept and nothing half-written is visible: give the same command again to go on"
+
+
+def understood(error: BaseException) -> CoresampleError | None:
+    """The failure as one of ours; None for a defect, whose traceback is worth seeing.
+
+    Looks through what an orchestrator raised from it, and knows the operating system's refusals.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, CoresampleError):
+            return seen
+        seen = seen.__cause__
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, BrokenPipeError):
+        where = f"{error.filename}: " if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return NoSpaceError(
+                f"{where}{error.strerror}; free space or raise the quota, then give the same command again "
+                "(committed shards are kept)"
+            )
+        if error.filename:
+            return CoresampleError(f"{where}{error.strerror}")
+    return None
+
+
+def _report(kind: str, message: str, code: int, as_json: bool, error: CoresampleError | None = None) -> None:
+    if as_json:
+        _emit_error(kind, message, code, error)
+    with contextlib.suppress(BrokenPipeError):
+        console = err()
+        if isinstance(error, EngineError):
+            if error.engine_traceback.strip():
+                console.print(Text("\nengine traceback (innermost):", style="bold"))
+                console.print(Text(innermost(error.engine_traceback)))
+            if error.log_tail.strip():
+                console.print(Text("\nlast lines of the engine's log:", style="bold"))
+                console.print(Text("\n".join(error.log_tail.splitlines()[-_LOG_LINES:]), style="dim"))
+            console.print()
+        style = "bold yellow" if code == INTERRUPTED else "bold red"
+        lead = "" if code == INTERRUPTED else "error: "
+        console.print(Text(lead, style=style) + Text(message, style="" if lead else style))
+
+
+def _emit_error(kind: str, message: str, code: int, error: CoresampleError | None = None) -> None:
+    document: dict[str, Any] = {"type": kind, "message": message, "exit_code": code}
+    if isinstance(error, EngineError):
+        document |= {"engine_traceback": error.engine_traceback, "log_tail": error.log_tail}
+    with contextlib.suppress(BrokenPipeError):
+        emit({"error": document})
+        sys.stdout.flush()
+
+
+def innermost(traceback_text: str) -> str:
+    """The first traceback of a chain, which is the innermost cause."""
+    for mark in (
+        "\nThe above exception was the direct cause of the following exception:\n",
+        "\nDuring handling of the above exception, another exception occurred:\n",
+    ):
+        traceback_text = traceback_text.partition(mark)[0]
+    return traceback_text.strip()
+
+
+def _forget_stdout() -> None:
+    """The reader is gone: what is left in the buffer must not fail again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def parse_pairs(pairs: list[str] | None, option: str) -> dict[str, Any]:
+    """``["a.b=1", "c=x"]`` -> ``{"a.b": 1, "c": "x"}``; values are read as YAML, as in a job file.
+
+    Raises:
+        SettingsError: not a ``name=value``.
+    """
+    import yaml
+
+    result: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.strip():
+            raise SettingsError(f"{option} {pair!r} is not of the form name=value, e.g. {option} chat.max_length=512")
+        try:
+            result[name.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SettingsError(f"{option} {pair!r}: the value is not valid YAML: {error}") from error
+    return result
+
+
+def load(job_file: str, pairs: list[str] | None, root: str | None) -> Any:
+    """The settings of a command that takes a job file (``JobSettings``)."""
+    from extract_core.settings import load_job
+
+    overrides = parse_pairs(pairs, "--set")
+    if root is not None:
+        overrides["root"] = root
+    return load_job(job_file, overrides)
+
+
+def open_dataset(ref: str, storage: list[str] | None, job_file: str | None) -> tuple[Root, int | None]:
+    """Root and version of ``ROOT[@VERSION]``; the version is None for the latest.
+
+    Raises:
+        SettingsError: malformed, or a local root that does not exist.
+    """
+    from extract_core.store.root import Root
+    from extract_core.store.versions import parse_ref
+
+    url, version = parse_ref(ref)
+    options: dict[str, Any] = {}
+    if job_file is not None:
+        options |= load(job_file, None, None).store.storage_options
+    options |= parse_pairs(storage, "--storage-option")
+    root = Root.open(url, options)
+    path = root.local_path("")
+    if path is not None and not path.exists():
+        raise SettingsError(f"dataset root {path} does not exist; give the folder or URL that a job writes to")
+    return root, version
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def size(count: float) -> str:
+    """Bytes for people: ``9.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``2 h 03 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours / 24:.1f} days"
+
+
+def by_reason(counts: Mapping[str, int]) -> str:
+    """``(not_json 3, truncated_away 1)``, empty when there is nothing."""
+    return f" ({', '.join(f'{reason} {count:,}' for reason, count in sorted(counts.items()))})" if counts else ""
+
+
+def accounting_line(accounting: Any) -> str:
+    """Where every input row went, as the equation that the store asserts (``store.records.Accounting``)."""
+    a = accounting
+    return (
+        f"{a.input:,} input rows = {a.published:,} published + {a.duplicates:,} duplicates + "
+        f"{sum(a.dropped.values()):,} dropped{by_reason(a.dropped)} + "
+        f"{sum(a.quarantined.values()):,} quarantined{by_reason(a.quarantined)}"
+    )
+
+
+def checks_line(checks: Mapping[str, Any]) -> str:
+    """``6 of 6 checks passed``, with the names of those that did not."""
+    failed = [name for name, result in checks.items() if not result.get("passed")]
+    return f"{len(checks) - len(failed)} of {len(checks)} passed" + (f"; failed: {', '.join(failed)}" if failed else "")
+
+
+def layer_in_words(k: int, n: int) -> str:
+    """What layer id k of a model of n blocks is."""
+    if k == 0:
+        return "embeddings, before the first block"
+    if k == n:
+        return f"after block {k} of {n} (the last), before the final norm"
+    return f"after block {k} of {n}"

@@ -1,0 +1,558 @@
+"""``status``, ``verify`` and ``inspect``: the commands that look at a dataset root."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from extract_core.cli.common import (
+    AsJson,
+    DatasetArgument,
+    JobOption,
+    StorageOption,
+    accounting_line,
+    by_reason,
+    checks_line,
+    duration,
+    emit,
+    fields,
+    guarded,
+    layer_in_words,
+    note,
+    open_dataset,
+    out,
+    size,
+)
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from extract_core.planning.plan import PlanMeta
+    from extract_core.store.records import CommitRecord, Manifest
+    from extract_core.store.root import Root
+
+_SHARDS_SHOWN = 20
+_PROBLEMS_SHOWN = 50
+_TOKENS_SHOWN = 600
+
+
+# -- status ----------------------------------------------------------------------------------------------------------
+
+
+@guarded
+def status(
+    ref: Annotated[str, typer.Argument(metavar="ROOT", help="A folder or URL such as s3://bucket/prefix.")],
+    fingerprint: Annotated[
+        str | None, typer.Option("--plan", metavar="PREFIX", help="Only plans whose fingerprint begins like this.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every shard and every plan's table.")] = False,
+    storage: StorageOption = None,
+    job_file: JobOption = None,
+    as_json: AsJson = False,
+) -> int | None:
+    """Every plan's and every shard's state, from the plans and commit records alone."""
+    from extract_core.errors import SettingsError
+    from extract_core.store.versions import list_versions
+
+    root, _ = open_dataset(ref, storage, job_file)
+    plans = _plans(root, fingerprint or "")
+    versions = list_versions(root)
+    if not plans and not versions:
+        which = f" that begins with {fingerprint}" if fingerprint else ""
+        raise SettingsError(f"{root.url} holds no plan{which}; 'coresample plan' and 'coresample run' make one")
+    published = _published_plans(root, versions)
+    documents = [_plan_status(meta, commits, published) for meta, commits in plans]
+    documents.sort(key=lambda item: (item["published_versions"] or [10**9], item["last_commit"] or ""), reverse=True)
+    if as_json:
+        emit({"root": root.url, "versions": versions, "plans": documents})
+    else:
+        _show_status(root, versions, documents, everything)
+    return None
+
+
+def _plans(root: Root, prefix: str) -> list[tuple[PlanMeta, dict[int, CommitRecord]]]:
+    from pydantic import ValidationError
+
+    from extract_core.errors import CorruptDataError
+    from extract_core.planning.plan import PlanMeta
+    from extract_core.store import layout
+    from extract_core.store.commits import read_commits
+
+    found = []
+    for name in root.list(layout.PLANS):
+        if not name.startswith(prefix):
+            continue
+        path = layout.plan_meta_path(name)
+        try:
+            meta = PlanMeta.model_validate_json(root.read_bytes(path))
+        except FileNotFoundError:
+            continue  # a run is planning right now, or was stopped while it did
+        except ValidationError as error:
+            raise CorruptDataError(f"{root.describe(path)} is not a plan this version can read: {error}") from error
+        found.append((meta, read_commits(root, name)))
+    return found
+
+
+def _published_plans(root: Root, versions: list[int]) -> dict[str, list[int]]:
+    from extract_core.errors import CorruptDataError
+    from extract_core.store.versions import read_manifest
+
+    result: dict[str, list[int]] = {}
+    for version in versions:
+        try:
+            result.setdefault(read_manifest(root, version).fingerprint, []).append(version)
+        except CorruptDataError as error:
+            note(f"warning: {error}")
+    return result
+
+
+def _plan_status(meta: PlanMeta, commits: dict[int, CommitRecord], published: dict[str, list[int]]) -> dict[str, Any]:
+    shards = []
+    for shard in meta.shards:
+        commit = commits.get(shard.index)
+        entry: dict[str, Any] = {
+            "shard": shard.index,
+            "state": "open" if commit is None else "committed",
+            "planned_rows": shard.rows,
+            "planned_samples": shard.samples,
+        }
+        if commit is not None:
+            engine_s = commit.timings.get("engine_s", 0.0)
+            entry |= {
+                "rows": commit.rows,
+                "samples": len(commit.samples),
+                "excluded": len(commit.excluded),
+                "bytes": commit.nbytes,
+                "engine_s": engine_s,
+                "tokens_per_s": commit.timings.get("tokens", 0.0) / engine_s if engine_s else 0.0,
+                "attempt": commit.attempt,
+                "created": commit.created,
+                "object": commit.object,
+            }
+        shards.append(entry)
+    done = [entry for entry in shards if entry["state"] == "committed"]
+    engine_s = sum(entry["engine_s"] for entry in done)
+    rows = sum(entry["rows"] for entry in done)
+    rate = rows / engine_s if engine_s else 0.0
+    open_rows = sum(entry["planned_rows"] for entry in shards if entry["state"] == "open")
+    quarantine = [
+        {"shard": number, **excluded.model_dump()}
+        for number, commit in sorted(commits.items())
+        for excluded in commit.excluded
+    ]
+    return {
+        "fingerprint": meta.fingerprint,
+        "published_versions": published.get(meta.fingerprint, []),
+        "model": meta.spec.get("model", {}).get("name"),
+        "layer_ids": meta.spec.get("layer_ids"),
+        "samples": meta.samples,
+        "tokens": meta.tokens,
+        "shards_total": len(shards),
+        "shards_committed": len(done),
+        "rows_committed": rows,
+        "rows_open": open_rows,
+        "bytes_committed": sum(entry["bytes"] for entry in done),
+        "tokens_per_s": rate,
+        "seconds_left": open_rows / rate if rate else None,
+        "last_commit": max((entry["created"] for entry in done), default=None),
+        "quarantined": len(quarantine),
+        "quarantine": quarantine,
+        "shards": shards,
+    }
+
+
+def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], everything: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console = out()
+    names = ", ".join(map(str, versions[-10:])) or "none"
+    console.print(Text(f"{root.url}: ", style="bold") + Text(f"published versions {names}; {len(plans)} plan(s)"))
+    for number, plan in enumerate(plans):
+        done, total = plan["shards_committed"], plan["shards_total"]
+        if plan["published_versions"]:
+            state = Text(f"published as version {', '.join(map(str, plan['published_versions']))}", style="green")
+        elif done == total:
+            state = Text(
+                "every shard is committed, not published; run the job again to check and publish", style="yellow"
+            )
+        else:
+            state = Text(f"{total - done:,} shards open; run the job to go on", style="yellow")
+        console.print()
+        console.print(Text(f"plan {plan['fingerprint']}: ", style="bold") + state)
+        left = plan["seconds_left"]
+        rate = f", {plan['tokens_per_s']:,.0f} tokens/s" if plan["tokens_per_s"] else ""
+        console.print(
+            Text(
+                f"  {done:,} of {total:,} shards, {plan['rows_committed']:,} of {plan['tokens']:,} tokens, "
+                f"{size(plan['bytes_committed'])}{rate}"
+                + (f", about {duration(left)} left" if left else "")
+                + (f"; last commit {plan['last_commit']}" if plan["last_commit"] else "")
+            )
+        )
+        if plan["quarantine"]:
+            counts: dict[str, int] = {}
+            for item in plan["quarantine"]:
+                counts[item["reason"]] = counts.get(item["reason"], 0) + 1
+            console.print(Text(f"  {plan['quarantined']:,} samples quarantined{by_reason(counts)}", style="yellow"))
+            shown = plan["quarantine"] if everything else plan["quarantine"][:5]
+            for item in shown:
+                console.print(
+                    Text(f"    {item['sample_id']} (shard {item['shard']}): {item['reason']}: {item['detail']}")
+                )
+            if len(shown) < len(plan["quarantine"]):
+                console.print(Text(f"    ... {len(plan['quarantine']) - len(shown):,} more; see --all", style="dim"))
+        if number > 0 and not everything:
+            continue
+        entries = plan["shards"] if everything else _first_shards(plan["shards"])
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("  shard")
+        table.add_column("state")
+        for name in ("rows", "samples", "bytes", "tokens/s", "excluded"):
+            table.add_column(name, justify="right")
+        table.add_column("committed at", no_wrap=True)
+        for entry in entries:
+            number_text = f"  {entry['shard']:05d}"
+            if entry["state"] == "open":
+                table.add_row(
+                    number_text,
+                    Text("open", style="yellow"),
+                    f"({entry['planned_rows']:,})",
+                    f"({entry['planned_samples']:,})",
+                )
+            else:
+                table.add_row(
+                    number_text,
+                    Text("committed", style="green"),
+                    f"{entry['rows']:,}",
+                    f"{entry['samples']:,}",
+                    size(entry["bytes"]),
+                    f"{entry['tokens_per_s']:,.0f}",
+                    Text(str(entry["excluded"]), style="yellow" if entry["excluded"] else ""),
+                    entry["created"],
+                )
+        console.print(table)
+        if len(entries) < len(plan["shards"]):
+            console.print(Text(f"  ... {len(plan['shards']) - len(entries):,} more shards; see --all", style="dim"))
+
+
+def _first_shards(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The open ones and those with excluded samples first: they are what somebody looks for."""
+    interesting = [entry for entry in entries if entry["state"] == "open" or entry["excluded"]][:_SHARDS_SHOWN]
+    rest = [entry for entry in entries if entry not in interesting][: _SHARDS_SHOWN - len(interesting)]
+    return sorted(interesting + rest, key=lambda entry: int(entry["shard"]))
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+@guarded
+def verify(
+    ref: DatasetArgument,
+    storage: StorageOption = None,
+    job_file: JobOption = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
+) -> int:
+    """Read every byte of a version and check every checksum, count and invariant; exit 1 when anything is wrong."""
+    import time
+
+    from rich.text import Text
+
+    from extract_core.cli.progress import shown
+    from extract_core.store.verify import verify as verify_version
+
+    root, version = open_dataset(ref, storage, job_file)
+    started = time.monotonic()
+    with shown(quiet=quiet, as_json=as_json) as progress:
+        progress.stage("Reading the index")
+
+        def advance(done: int, total: int, name: str) -> None:
+            if not advancing:
+                progress.stage("Verifying", total=total, unit="bytes")
+                advancing.append(True)
+            progress.advance(done)
+
+        advancing: list[bool] = []
+        report = verify_version(root, version, on_progress=advance)
+    seconds = time.monotonic() - started
+    if as_json:
+        emit({**report.to_dict(), "seconds": seconds})
+        return 0 if report.ok else 1
+    console = out()
+    what = (
+        f"{report.shards:,} shards, {report.samples:,} samples, {report.tokens:,} tokens, "
+        f"{size(report.bytes_read)} read in {duration(seconds)}"
+    )
+    if report.ok:
+        console.print(Text("Sound: ", style="bold green") + Text(f"{report.root}@{report.version}: {what}"))
+        return 0
+    console.print(
+        Text(f"{len(report.problems):,} problems ", style="bold red")
+        + Text(f"in {report.root}@{report.version}: {what}")
+    )
+    for problem in report.problems[:_PROBLEMS_SHOWN]:
+        console.print(Text(f"  {problem}"))
+    if len(report.problems) > _PROBLEMS_SHOWN:
+        console.print(Text(f"  ... {len(report.problems) - _PROBLEMS_SHOWN:,} more; --json lists all", style="dim"))
+    return 1
+
+
+# -- inspect ---------------------------------------------------------------------------------------------------------
+
+
+@guarded
+def inspect(
+    ref: DatasetArgument,
+    sample: Annotated[
+        str | None,
+        typer.Option("--sample", "-s", metavar="N|ID", help="The sample to show: position or id; default 0."),
+    ] = None,
+    storage: StorageOption = None,
+    job_file: JobOption = None,
+    as_json: AsJson = False,
+) -> int | None:
+    """Provenance, layers, sizes, checks and a sample with its loss mask."""
+    from extract_core.store.index import read_index
+    from extract_core.store.versions import list_versions, read_manifest
+
+    root, version = open_dataset(ref, storage, job_file)
+    manifest = read_manifest(root, version)
+    index = read_index(root, manifest)
+    position = _find_sample(index, sample, manifest) if index.num_rows else None
+    row = index.slice(position, 1).to_pylist()[0] if position is not None else None
+    runs, decoded = _spans(row, manifest) if row is not None else ([], False)
+    norms = _norms(index, manifest)
+    document: dict[str, Any] = {
+        "root": root.url,
+        "version": manifest.version,
+        "versions": list_versions(root),
+        "created": manifest.created,
+        "fingerprint": manifest.fingerprint,
+        "coresample_version": manifest.coresample_version,
+        "model": manifest.spec.get("model", {}),
+        "compute_dtype": manifest.spec.get("compute_dtype"),
+        "dtype": manifest.dtype,
+        "encoding": manifest.encoding,
+        "n_layers": manifest.n_layers,
+        "hidden_size": manifest.hidden_size,
+        "layers": {str(k): layer_in_words(k, manifest.n_layers) for k in manifest.layer_ids},
+        "totals": manifest.totals.model_dump(),
+        "shards": len(manifest.shards),
+        "accounting": manifest.accounting.model_dump(),
+        "checks": manifest.checks,
+        "provenance": manifest.provenance,
+        "timings": manifest.timings,
+        "norms": norms,
+        "sample": None,
+    }
+    if row is not None:
+        document["sample"] = {
+            "position": position,
+            **{
+                name: row[name]
+                for name in ("sample_id", "source_file", "source_row", "source_turn", "split", "n_tokens")
+            },
+            "supervised_tokens": sum(row["loss_mask"]),
+            **{name: row[name] for name in ("mask_method", "truncated", "greedy_token", "top1_token", "segments")},
+            "norm_mean": row["norm_mean"],
+            "norm_max": row["norm_max"],
+            "token_ids": row["token_ids"],
+            "loss_mask": row["loss_mask"],
+            "spans": [{"supervised": supervised, "text": text} for supervised, text in runs] if decoded else None,
+        }
+    if as_json:
+        emit(document)
+    else:
+        _show_inspect(manifest, document, runs, decoded)
+    return None
+
+
+def _find_sample(index: Any, wanted: str | None, manifest: Manifest) -> int:
+    import pyarrow.compute as pc
+
+    from extract_core.errors import SettingsError
+
+    text = (wanted or "0").strip()
+    ids = index.column("sample_id")
+    exact = pc.index(ids, text).as_py()
+    if exact >= 0:
+        return int(exact)
+    if text.lstrip("-").isdigit() and len(text) < 12:
+        position = int(text)
+        if -index.num_rows <= position < index.num_rows:
+            return position % index.num_rows
+        raise SettingsError(
+            f"--sample {text}: version {manifest.version} has {index.num_rows:,} samples, so positions go from 0 to "
+            f"{index.num_rows - 1}"
+        )
+    matches = pc.indices_nonzero(pc.starts_with(ids, text)).to_pylist() if len(text) >= 4 else []
+    if len(matches) == 1:
+        return int(matches[0])
+    many = f"; {len(matches)} ids begin like that" if matches else ""
+    raise SettingsError(
+        f"--sample {text}: no sample of version {manifest.version} has this id{many}; give a position or an id"
+    )
+
+
+def _norms(index: Any, manifest: Manifest) -> dict[str, dict[str, float]]:
+    """Per layer id, over samples: median of the mean norms, and the largest norm of any position."""
+    import numpy as np
+
+    if not index.num_rows:
+        return {}
+    means, maxima = (np.asarray(index.column(name).to_pylist(), dtype=np.float64) for name in ("norm_mean", "norm_max"))
+    return {
+        str(k): {"median": float(np.median(means[:, n])), "max": float(maxima[:, n].max())}
+        for n, k in enumerate(manifest.layer_ids)
+    }
+
+
+def _spans(row: dict[str, Any], manifest: Manifest) -> tuple[list[tuple[bool, str]], bool]:
+    """Runs of equal mask as text, and whether the text is decoded (else token ids)."""
+    from itertools import groupby
+
+    pairs = list(zip(row["loss_mask"], row["token_ids"], strict=True))
+    groups = [(bool(mask), [token for _, token in group]) for mask, group in groupby(pairs, key=lambda pair: pair[0])]
+    tokenizer = _tokenizer(manifest)
+    if tokenizer is None:
+        return [(mask, " ".join(map(str, ids)) + " ") for mask, ids in groups], False
+    return [
+        (mask, tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        for mask, ids in groups
+    ], True
+
+
+def _tokenizer(manifest: Manifest) -> Any:
+    """The tokenizer of the model folder that the manifest names, if it is here and still the one that was used."""
+    from pathlib import Path
+
+    model = manifest.spec.get("model", {})
+    folder = Path(str(model.get("name", ""))).expanduser()
+    digest = manifest.spec.get("tokenizer", {}).get("tokenizer_sha256")
+    if not folder.is_dir() and not model.get("commit"):
+        return None
+    try:
+        from extract_core.chat import load_chat_tokenizer
+        from extract_core.settings import ChatSettings, ModelSettings
+
+        path = str(folder)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            path = snapshot_download(str(model["name"]), revision=model["commit"], local_files_only=True)
+        chat = load_chat_tokenizer(ModelSettings(path=path), ChatSettings())
+    except Exception as error:  # noqa: BLE001 -- a preview: whatever the reason, ids are shown instead
+        note(
+            f"the tokenizer of {model.get('name')} cannot be loaded, token ids are shown: {str(error).splitlines()[0]}"
+        )
+        return None
+    if digest and chat.tokenizer_digest != digest:
+        note(f"{model.get('name')} has another tokenizer now than when this was extracted; token ids are shown")
+        return None
+    return chat.hf
+
+
+def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple[bool, str]], decoded: bool) -> None:
+    from rich.text import Text
+
+    console = out()
+    lines: list[tuple[str, str]] = []
+
+    def line(name: str, text: str) -> None:
+        lines.append((name, text))
+
+    engines = manifest.provenance.get("engines", [])
+    line(
+        "dataset",
+        f"{document['root']}@{manifest.version}, published {manifest.created} by Coresample "
+        f"{manifest.coresample_version}",
+    )
+    model = manifest.spec.get("model", {})
+    commit = f" at {model['commit']}" if model.get("commit") else ""
+    line(
+        "model",
+        f"{model.get('name')}{commit} ({model.get('architecture')}), computed in {manifest.spec.get('compute_dtype')}",
+    )
+    for n, engine in enumerate(engines):
+        line(
+            "engine" if n == 0 else "",
+            f"vLLM {engine.get('vllm')}, torch {engine.get('torch')}, transformers {engine.get('transformers')} on "
+            f"{engine.get('device')}",
+        )
+    norms = document["norms"]
+    for n, k in enumerate(manifest.layer_ids):
+        norm = norms.get(str(k))
+        text = f"{k}: {layer_in_words(k, manifest.n_layers)}"
+        line(
+            "layers" if n == 0 else "",
+            text + (f"; norm {norm['median']:,.1f}, at most {norm['max']:,.1f}" if norm else ""),
+        )
+    totals = manifest.totals
+    line(
+        "size",
+        f"{totals.samples:,} samples, {totals.tokens:,} tokens, {size(totals.bytes)} in {len(manifest.shards):,} "
+        f"shards of rows [{len(manifest.layer_ids)}, {manifest.hidden_size}] {manifest.dtype}",
+    )
+    line("accounting", accounting_line(manifest.accounting))
+    line("checks", checks_line(manifest.checks))
+    for name, result in manifest.checks.items():
+        line(
+            "",
+            f"{'ok ' if result.get('passed') else 'NO '} {name}"
+            + (f": {result['detail']}" if result.get("detail") else ""),
+        )
+    line("plan", manifest.fingerprint)
+    fields(console, lines)
+    row = document["sample"]
+    if row is None:
+        return
+    console.print()
+    turn = "" if row["source_turn"] is None else f", turn {row['source_turn']}"
+    console.print(
+        Text(f"sample {row['position']}", style="bold")
+        + Text(
+            f" {row['sample_id']} from {row['source_file']}, row {row['source_row']}{turn} ({row['split']}): "
+            f"{row['n_tokens']:,} tokens, {row['supervised_tokens']:,} supervised (method {row['mask_method']})"
+            + (", truncated" if row["truncated"] else "")
+        )
+    )
+    per_layer = zip(manifest.layer_ids, row["norm_mean"], row["norm_max"], strict=True)
+    console.print(
+        Text("norms per layer: " + ", ".join(f"{k}: {mean:,.1f} (max {top:,.1f})" for k, mean, top in per_layer))
+    )
+    if row["greedy_token"] is not None:
+        agrees = "the same" if row["greedy_token"] == row["top1_token"] else "ANOTHER"
+        console.print(
+            Text(
+                f"the engine's next token: {row['greedy_token']}; from the stored last row: {row['top1_token']} "
+                f"({agrees})"
+            )
+        )
+    console.print()
+    console.print(_preview(runs, coloured=console.is_terminal and not console.no_color))
+    if not decoded:
+        console.print(Text("(token ids: the model's tokenizer is not here)", style="dim"))
+
+
+def _preview(runs: list[tuple[bool, str]], *, coloured: bool) -> Text:
+    """Supervised text in green; between ⟦ and ⟧ where there are no colours."""
+    from rich.text import Text
+
+    result = Text()
+    left = _TOKENS_SHOWN * 5
+    for supervised, text in runs:
+        if left <= 0:
+            break
+        shown = text if len(text) <= left else text[:left] + " ..."
+        left -= len(shown)
+        if not supervised:
+            result.append(shown, style="dim" if coloured else "")
+        elif coloured:
+            result.append(shown, style="bold green")
+        else:
+            result.append(f"⟦{shown}⟧")
+    if left <= 0:
+        result.append("\n(cut; --json has all of it)", style="dim")
+    return result
