@@ -44,11 +44,13 @@ test: env
 unit: env
 	@$(BIN)/python -m pytest tests/unit -m "not engine and not system and not slow and not e2e" $(PYTEST_ARGS)
 
+# All four are run, so that one look shows everything.
 check: env
-	@$(BIN)/ruff format --check .
-	@$(BIN)/ruff check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@failed=""; \
+	for tool in "ruff format --check --quiet ." "ruff check --output-format concise ." "mypy" "lint-imports"; do \
+	  echo "--- $$tool"; $(BIN)/$$tool || failed="$$failed $${tool%% *}"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "check failed:$$failed (make format mends much of it)" >&2; exit 1; fi
 
 format: env
 	@$(BIN)/ruff format .
