@@ -1,0 +1,1 @@
+"""Measurements, not tests: each prints ratios within one run, with their spread, and writes raw JSON."""

@@ -1,0 +1,75 @@
+"""The extraction flow: plan, capture and commit shard by shard, validate, publish.
+
+Runs without a server to start first: with no ``PREFECT_API_URL`` Prefect starts a private one for the run, which has
+no scheduler and cannot cancel from its UI. Order only; every step is a task of ``tasks/``.
+"""
+
+from __future__ import annotations
+
+import time
+
+from prefect import flow
+from prefect.futures import PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from extract_core import pipeline
+from extract_core.job import Job
+from extract_core.local import RunResult
+from extract_core.progress import reporter
+from extract_core.settings import JobSettings
+from extract_core.store.commits import read_commits
+from extract_core.store.records import CommitRecord
+from tasks import artifacts
+from tasks.extract import capture_shard, commit_shard, plan_job, publish, validate
+
+
+@flow(
+    name="extract",
+    flow_run_name="extract-{settings.root}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),  # type: ignore[arg-type]
+    persist_result=False,
+    log_prints=False,
+    validate_parameters=False,
+)
+def extract(settings: JobSettings) -> RunResult:
+    """Chats in, a published and verified dataset version out; goes on from the commit records of an earlier run."""
+    started = time.time()
+    job = plan_job(settings)
+    existing = job.published()
+    if existing is not None:
+        artifacts.summary(job, existing, new=False)
+        return RunResult(existing, job.root.url, False, time.time() - started)
+    extract_shards(job)
+    artifacts.shard_table(job, read_commits(job.root, job.plan.fingerprint))
+    reporter().stage("Checking")
+    report = validate(job)
+    reporter().stage("Publishing")
+    manifest = publish(job, report, started)
+    artifacts.summary(job, manifest, new=True)
+    return RunResult(manifest, job.root.url, True, time.time() - started)
+
+
+def extract_shards(job: Job) -> None:
+    """Every shard without a commit record, one after the other; a shard is committed while the next is captured."""
+    todo = pipeline.open_shards(job)
+    if not todo:
+        return
+    pipeline.clean_spool(job)
+    progress = artifacts.ProgressArtifact(job, todo)
+    waiting: list[PrefectFuture[CommitRecord]] = []
+    with pipeline.make_supervisor(job) as engine:
+        try:
+            for shard in todo:
+                captured = capture_shard(job, engine, shard, progress)
+                progress.shard_done(shard)
+                waiting.append(commit_shard.submit(job, captured))
+                while len(waiting) > 1:  # one shard may wait on the spool, not more
+                    waiting.pop(0).result()
+        finally:
+            while waiting:
+                waiting.pop(0).result()
+
+
+def run_flow(settings: JobSettings) -> RunResult:
+    """Run the flow in this process; what it raises is raised here."""
+    return extract(settings)

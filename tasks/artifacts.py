@@ -1,0 +1,101 @@
+"""Prefect artifacts of a run: progress, a table with a row per shard, a summary."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from extract_core.job import Job
+from extract_core.local import ShardProgress
+from extract_core.store.records import CommitRecord, Manifest
+
+_UPDATE_EVERY_S = 5.0
+
+
+def key(*parts: str) -> str:
+    """An artifact key: Prefect allows lowercase letters, digits and dashes only."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+
+
+class ProgressArtifact(ShardProgress):
+    """Shard progress that also moves a progress bar in the Prefect UI, every few seconds at most."""
+
+    def __init__(self, job: Job, todo: list[int]):
+        super().__init__(job, todo)
+        self._total = sum(self._rows[shard] for shard in todo)
+        self._updated = 0.0
+        self._artifact: UUID = create_progress_artifact(  # type: ignore[assignment]
+            progress=0.0, key=key("progress", job.plan.fingerprint[:12]), description=f"Tokens extracted of {self._total:,}"
+        )
+
+    def tokens(self, of_shard: int) -> None:
+        """``of_shard`` tokens of the current shard are computed."""
+        super().tokens(of_shard)
+        self._show(self._done + of_shard)
+
+    def shard_done(self, shard: int) -> None:
+        """A shard is captured."""
+        super().shard_done(shard)
+        self._show(self._done, force=self._done == self._total)
+
+    def _show(self, done: int, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if force or now - self._updated > _UPDATE_EVERY_S:
+            self._updated = now
+            update_progress_artifact(self._artifact, progress=round(100.0 * done / max(1, self._total), 1))
+
+
+def shard_table(job: Job, commits: Mapping[int, CommitRecord]) -> None:
+    """One row per committed shard."""
+    rows = [
+        {
+            "shard": shard,
+            "samples": len(commit.samples),
+            "quarantined": len(commit.excluded),
+            "rows": commit.rows,
+            "MB": round(commit.nbytes / 1e6, 1),
+            "tokens/s": round(commit.timings.get("tokens", 0.0) / max(1e-9, commit.timings.get("engine_s", 0.0)), 1),
+            "sha256": (commit.sha256 or "")[:12],
+            "attempt": commit.attempt[:8],
+        }
+        for shard, commit in sorted(commits.items())
+    ]
+    create_table_artifact(
+        table=rows,
+        key=key("shards", job.plan.fingerprint[:12]),
+        description=f"{len(rows)} of {len(job.plan.meta.shards)} shards of plan {job.plan.fingerprint} are committed",
+    )
+
+
+def summary(job: Job, manifest: Manifest, *, new: bool) -> None:
+    """What was published, or that nothing had to run."""
+    a, t = manifest.accounting, manifest.totals
+    checks = "\n".join(
+        f"| {name} | {'pass' if result['passed'] else 'FAIL'} | {result['value']} | {result['detail']} |"
+        for name, result in manifest.checks.items()
+    )
+    create_markdown_artifact(
+        key=key("summary", job.plan.fingerprint[:12]),
+        description=f"Version {manifest.version} of {job.root.url}",
+        markdown=(
+            f"# {job.root.url} version {manifest.version}\n\n"
+            + ("" if new else "Nothing changed: this plan was published already, nothing ran.\n\n")
+            + f"- model `{job.model.name}`, layers {manifest.layer_ids} of {manifest.n_layers}, {manifest.dtype}, "
+            f"last layer before the final norm\n"
+            f"- {t.samples:,} samples, {t.tokens:,} tokens, {t.bytes / 1e6:,.1f} MB, "
+            f"{manifest.timings.get('tokens_per_s', 0.0):,.0f} tokens/s in the engine\n"
+            f"- {a.input} input = {a.published} published + {a.duplicates} duplicates + "
+            f"{sum(a.dropped.values())} dropped + {sum(a.quarantined.values())} quarantined\n"
+            f"- fingerprint `{manifest.fingerprint}`\n\n"
+            f"| check | result | value | detail |\n|---|---|---|---|\n{checks}\n"
+        ),
+    )

@@ -1,0 +1,74 @@
+"""Prefect tasks of an extraction: one thin call into extract_core each.
+
+Completion is a commit record in the store, never a Prefect cache entry or result: so no task is cached and none
+persists what it returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import TaskRun
+from prefect.states import State
+from prefect.tasks import Task, exponential_backoff
+
+from extract_core import pipeline
+from extract_core.checks.run import CheckReport
+from extract_core.engine.supervisor import EngineSupervisor
+from extract_core.job import Job, prepare
+from extract_core.local import RETRIES, ShardProgress, is_retryable
+from extract_core.pipeline import Captured
+from extract_core.settings import JobSettings
+from extract_core.store.records import CommitRecord, Manifest
+
+
+def _retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    try:
+        state.result()
+    except BaseException as error:  # whatever it was stays recorded in the state; only the kind decides here
+        return is_retryable(error)
+    return False
+
+
+_OPTIONS: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "persist_result": False,
+    "cache_result_in_memory": False,
+    "retries": RETRIES,
+    "retry_delay_seconds": exponential_backoff(backoff_factor=5),
+    "retry_jitter_factor": 0.5,
+    "retry_condition_fn": _retryable,
+    "log_prints": False,
+}
+
+
+@task(name="plan", task_run_name="plan", **_OPTIONS)
+def plan_job(settings: JobSettings) -> Job:
+    """Check the job and lay out every row."""
+    return prepare(settings)
+
+
+@task(name="capture-shard", task_run_name="capture-shard-{shard:05d}", **_OPTIONS)
+def capture_shard(job: Job, engine: EngineSupervisor, shard: int, progress: ShardProgress) -> Captured:
+    """Run one shard through the engine; called directly, so that a cancelled flow stops it."""
+    return pipeline.capture_shard(job, engine, shard, progress.tokens)
+
+
+@task(name="commit-shard", task_run_name="commit-shard-{captured.shard:05d}", **_OPTIONS)
+def commit_shard(job: Job, captured: Captured) -> CommitRecord:
+    """Check every row of a captured shard, store it, commit it."""
+    return pipeline.commit_shard(job, captured)
+
+
+@task(name="validate", task_run_name="validate", **_OPTIONS)
+def validate(job: Job) -> CheckReport:
+    """Checks over the whole run, and the completeness threshold."""
+    return pipeline.validate(job)
+
+
+@task(name="publish", task_run_name="publish", **_OPTIONS)
+def publish(job: Job, report: CheckReport, started: float) -> Manifest:
+    """Index, manifest, hint."""
+    return pipeline.publish(job, report, started=started)
