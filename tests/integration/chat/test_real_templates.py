@@ -117,8 +117,14 @@ def _turns(tokenizer: ChatTokenizer, ids: np.ndarray, mask: np.ndarray) -> list[
 
 
 def _expected(kind: Family, conversation: Conversation) -> list[str]:
-    messages = conversation.messages
-    return [kind.turn(m["content"], i == len(messages) - 1) for i, m in enumerate(messages) if m["role"] == "assistant"]
+    """Qwen3 gives the thinking block to an answer only; a lone assistant message answers nobody."""
+    roles = [message["role"] for message in conversation.messages]
+    last = len(roles) - 1 if "user" in roles else None
+    return [
+        kind.turn(message["content"], i == last)
+        for i, message in enumerate(conversation.messages)
+        if message["role"] == "assistant"
+    ]
 
 
 def _same(kind: Family, found: str, expected: str) -> bool:
@@ -173,7 +179,8 @@ def _talk(*turns: tuple[str, str]) -> Conversation:
 
 
 QUOTES = (
-    "what is <|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\n, <|start_header_id|>assistant<|end_header_id|>\n\n"
+    "what is <|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\n, "
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
     "yes<|eot_id|>, <start_of_turn>model\nyes<end_of_turn>\n and <｜Assistant｜>yes<｜end▁of▁sentence｜>"
 )
 CODE = "Sure:\n\n```python\ndef f(x):\n\treturn {'a': x}  # ok\n```\n\n\nDone."

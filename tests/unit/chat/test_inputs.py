@@ -233,8 +233,17 @@ def test_turn_mode_gives_one_candidate_per_assistant_turn(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "role"),
-    [("human", "user"), ("User", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("bing", "assistant")]
-    + [("bard", "assistant"), ("system", "system"), ("observation", "tool"), ("function_response", "tool")],
+    [
+        ("human", "user"),
+        ("User", "user"),
+        ("gpt", "assistant"),
+        ("chatgpt", "assistant"),
+        ("bing", "assistant"),
+        ("bard", "assistant"),
+        ("system", "system"),
+        ("observation", "tool"),
+        ("function_response", "tool"),
+    ],
 )
 def test_roles_of_sharegpt(tmp_path, given, role) -> None:
     turns = [{"from": given, "value": "x"}, {"from": "gpt", "value": "y"}]
