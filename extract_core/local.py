@@ -6,10 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from extract_core import pipeline
+from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import CoresampleError
 from extract_core.job import Job, prepare
 from extract_core.progress import reporter
@@ -66,24 +69,30 @@ def run(settings: JobSettings) -> RunResult:
     return RunResult(manifest, job.root.url, True, time.time() - started)
 
 
-def extract(job: Job) -> None:
-    """Extract every shard that has no commit record; a shard is committed while the next one is captured."""
+def extract(job: Job, engine: EngineSupervisor | None = None) -> None:
+    """Extract every shard that has no commit record; a shard is committed while the next one is captured.
+
+    Args:
+        job: the job.
+        engine: a running engine of this job, which stays up; by default one is started and ended here.
+    """
     todo = pipeline.open_shards(job)
     if not todo:
         return
     pipeline.clean_spool(job)
     progress = ShardProgress(job, todo)
     waiting: deque[Future[CommitRecord]] = deque()
-    with pipeline.make_supervisor(job) as engine, ThreadPoolExecutor(1, "commit") as committer:
+    with ExitStack() as stack:
+        if engine is None:
+            engine = stack.enter_context(pipeline.make_supervisor(job))
+        committer = stack.enter_context(ThreadPoolExecutor(1, "commit"))
         try:
             for shard in todo:
                 captured = with_retries(
-                    lambda shard=shard: pipeline.capture_shard(job, engine, shard, progress.tokens)  # type: ignore[misc]
+                    partial(pipeline.capture_shard, job, engine, shard, progress.tokens)
                 )
                 progress.shard_done(shard)
-                waiting.append(
-                    committer.submit(with_retries, lambda c=captured: pipeline.commit_shard(job, c))  # type: ignore[misc]
-                )
+                waiting.append(committer.submit(with_retries, partial(pipeline.commit_shard, job, captured)))
                 while len(waiting) > 1:  # one shard may wait on the spool, not more
                     waiting.popleft().result()
         finally:

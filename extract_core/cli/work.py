@@ -249,7 +249,9 @@ def prefect_runner(verbose: bool) -> Callable[[JobSettings], RunResult]:
     from extract_core.errors import SettingsError
 
     if not verbose:
-        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+        # Its console only (a server's UI still gets everything): what fails is reported by this command, and Prefect
+        # would print the traceback of a user's mistake before that.
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     try:
         runner: Callable[[JobSettings], RunResult] = pkgutil.resolve_name(FLOW)
     except ModuleNotFoundError as error:
