@@ -1,0 +1,41 @@
+"""``python -m benchmarks [throughput] [memory]``: prints figures and writes raw JSON under benchmarks/results/."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import memory, throughput
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Run the chosen benchmarks on the demo's model and chats."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=["throughput", "memory"])
+    parser.add_argument("--job", default="examples/demo/job.yaml")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of rounds of the throughput benchmark")
+    parser.add_argument("--rows", type=int, default=24, help="conversations of the throughput benchmark")
+    options = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    for name in options.names:
+        with tempfile.TemporaryDirectory(prefix="coresample-bench-") as folder:
+            root = Path(folder) / "dataset"
+            if name == "throughput":
+                result = throughput.run(options.job, root, options.rounds, {"data.limit": options.rows})
+            elif name == "memory":
+                result = memory.run(options.job, root, [])
+            else:
+                parser.error(f"unknown benchmark {name!r}; there are throughput and memory")
+        result |= {"date": time.strftime("%Y-%m-%d"), "cpu": platform.processor() or platform.machine()}
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(json.dumps({k: v for k, v in result.items() if k not in ("pairs", "engine")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
