@@ -1,0 +1,61 @@
+"""A worker that fails on purpose, chosen through ``engine.extra.worker_cls``: what it does is in the prompt's first token.
+
+Real failures of the real engine process: it dies, hangs, raises as vLLM did on the seed of this project, or returns
+states that a broken capture would.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from extract_core.engine.worker import CPUCaptureWorker
+
+DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY = 500, 501, 502, 503, 504, 505, 506, 507
+"""First tokens beyond the tiny tokenizer's 258, within its model's vocabulary of 512."""
+
+
+class Saboteur(CPUCaptureWorker):
+    """Acts when a sample with one of the tokens above enters."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Fail before or after the real forward."""
+        for new in scheduler_output.scheduled_new_reqs:
+            token = new.prompt_token_ids[0]
+            if token == DIE:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if token == HANG:
+                time.sleep(3600)
+            if token == RAISE:
+                block_hashes: list[bytes] = []
+                assert len(block_hashes) >= len(new.prompt_token_ids) // 16
+        return super().execute_model(scheduler_output)
+
+    def _take(self, scheduler_output: Any, state: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self._spoil(new, scheduler_output, state)
+        super()._take(scheduler_output, state)
+
+    def _spoil(self, new: Any, scheduler_output: Any, state: Any) -> None:
+        order = list(self.model_runner.input_batch.req_ids)
+        starts, at = {}, 0
+        for rid in order:
+            starts[rid] = at
+            at += scheduler_output.num_scheduled_tokens[rid]
+        start, count = starts[new.req_id], scheduler_output.num_scheduled_tokens[new.req_id]
+        rows = slice(start, start + count)
+        token = new.prompt_token_ids[0]
+        if token == ZERO:
+            state.aux_hidden_states[1][rows] = 0
+        if token == NAN:
+            state.aux_hidden_states[-1][start + count - 1, 3] = float("nan")
+        if token == COPY:
+            state.aux_hidden_states[0][rows] = state.aux_hidden_states[0][start]
+        if token == SWAP:  # rows of another request under this one's name
+            first, second = order[0], order[-1]
+            order[0], order[-1] = second, first
+            self.model_runner.input_batch._req_ids[: len(order)] = order
+        if token == SHORT:  # as a prefix-cache hit would: the first rows never come
+            new.num_computed_tokens += 1

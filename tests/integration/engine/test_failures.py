@@ -1,0 +1,245 @@
+"""The engine process dies, hangs, raises or returns wrong states: nothing is lost, nothing wrong is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from extract_core import local
+from extract_core.engine.process import EngineProcess
+from extract_core.engine.protocol import EngineSpec, JobSample, ShardJob
+from extract_core.engine.supervisor import EngineSupervisor
+from extract_core.errors import (
+    CaptureError,
+    EngineCrashedError,
+    EngineHungError,
+    EngineStartError,
+    IncompleteError,
+)
+from extract_core.settings import load_job
+from extract_core.store.root import Root
+from extract_core.store.verify import verify
+from tests import tiny
+
+from . import saboteur
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+WORKER = {"worker_cls": "tests.integration.engine.saboteur.Saboteur"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("tiny"))
+
+
+def spec(model: Path, **changes) -> EngineSpec:
+    base = {
+        "model": str(model),
+        "layer_ids": [1, 2, 4],
+        "max_model_len": 200,
+        "dtype": "float32",
+        "store_dtype": "float32",
+        "max_num_batched_tokens": 256,
+        "kv_cache_bytes": 2**28,
+        "extra": WORKER,
+    }
+    return EngineSpec(**{**base, **changes})
+
+
+@pytest.fixture
+def engine(model, tmp_path) -> Iterator[EngineSupervisor]:
+    with EngineSupervisor(spec(model), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10) as supervisor:
+        yield supervisor
+
+
+def job(folder: Path, *prompts: list[int], solo: list[str] | None = None) -> ShardJob:
+    samples, first = [], 0
+    for n, ids in enumerate(prompts):
+        samples.append(JobSample(f"s{n}", first, np.array(ids, dtype="<i4").tobytes()))
+        first += len(ids)
+    attempt = uuid.uuid4().hex
+    return ShardJob(attempt, str(folder / f"{attempt}.tmp"), first, samples, solo or [])
+
+
+def group_of(pid: int) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter() if _group(p.pid) == pid and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def gone(pid: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not group_of(pid):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+FINE = [[n, *range(20, 60)] for n in range(8)]
+
+
+def test_a_killed_engine_is_replaced(engine, tmp_path):
+    engine.extract(job(tmp_path, *FINE), lambda progress: None)
+    pid = engine.ready().pid
+    with pytest.raises(EngineCrashedError, match="SIGKILL") as caught:
+        engine.extract(job(tmp_path, *FINE, [saboteur.DIE, 1, 2]), lambda progress: None)
+    assert gone(pid, 5)
+    assert "s8" in engine.suspects()
+    assert str(caught.value.log_tail)
+    done = engine.extract(job(tmp_path, *FINE), lambda progress: None)
+    assert done.greedy == done.top1
+    assert engine.starts == 2
+
+
+def test_sigkill_from_outside_in_mid_shard(engine, tmp_path):
+    engine.ready()
+    many = [[n % 250, *range(10, 180)] for n in range(60)]
+    pid = engine.ready().pid
+    victims = [p.pid for p in group_of(pid) if "engine.main" in " ".join(p.cmdline()) and "guard" not in " ".join(p.cmdline())]
+    threading.Timer(0.4, lambda: [os.kill(victim, signal.SIGKILL) for victim in victims]).start()
+    with pytest.raises(EngineCrashedError):
+        while True:
+            engine.extract(job(tmp_path, *many), lambda progress: None)
+    assert gone(pid, 5)
+
+
+def test_a_hung_engine_is_killed_and_named(engine, tmp_path):
+    engine.ready()
+    pid = engine.ready().pid
+    with pytest.raises(EngineHungError, match="no sign of life from the engine for 10 s"):
+        engine.extract(job(tmp_path, [saboteur.HANG, 1, 2]), lambda progress: None)
+    assert gone(pid, 5)
+
+
+def test_an_empty_assertion_shows_its_line_and_traceback(engine, tmp_path):
+    """The seed's failure: an AssertionError without a message, from deep inside the engine."""
+    with pytest.raises(EngineCrashedError) as caught:
+        engine.extract(job(tmp_path, [saboteur.RAISE, *range(40)]), lambda progress: None)
+    assert "AssertionError at saboteur.py" in str(caught.value)
+    assert "assert len(block_hashes)" in str(caught.value)
+    assert "Traceback" in caught.value.engine_traceback
+    assert "execute_model" in caught.value.engine_traceback
+
+
+def test_missing_rows_are_never_kept(engine, tmp_path):
+    with pytest.raises(CaptureError, match="missing rows"):
+        engine.extract(job(tmp_path, *FINE, [saboteur.SHORT, 1, 2, 3]), lambda progress: None)
+
+
+def test_samples_the_engine_cannot_take_are_refused_by_name(engine, tmp_path):
+    done = engine.extract(job(tmp_path, *FINE, [1] * 200, [5, 512], [7, -1]), lambda progress: None)
+    assert {name: why.split(":")[0] for name, why in done.refused.items()} == {
+        "s8": "too_long",
+        "s9": "token_id_out_of_range",
+        "s10": "token_id_out_of_range",
+    }
+    assert len(done.greedy) == len(FINE)
+
+
+def test_an_engine_that_cannot_start_says_why(model, tmp_path):
+    with (
+        EngineSupervisor(spec(model, max_model_len=10**6), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10) as e,
+        pytest.raises(EngineStartError, match="max_model_len") as caught,
+    ):
+        e.ready()
+    assert "Traceback" in caught.value.engine_traceback
+    assert "engine log: " in str(caught.value)
+
+
+def test_the_engine_dies_with_its_host(model, tmp_path):
+    host = subprocess.Popen(
+        [sys.executable, "-c", _HOST, json.dumps({"model": str(model), "log": str(tmp_path / "log")})],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(host.stdout.readline())
+    assert group_of(pid)
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    assert gone(pid, 10), "engine processes outlive a SIGKILLed host"
+
+
+_HOST = """
+import json, sys, time
+from pathlib import Path
+from tests.integration.engine.test_failures import spec
+from extract_core.engine.process import EngineProcess
+options = json.loads(sys.argv[1])
+engine = EngineProcess(spec(Path(options["model"])), Path(options["log"]))
+engine.start()
+print(engine.pid, flush=True)
+time.sleep(3600)
+"""
+
+
+def test_close_leaves_no_process(model, tmp_path):
+    engine = EngineProcess(spec(model), tmp_path / "log")
+    engine.start()
+    pid = engine.pid
+    engine.close()
+    assert gone(pid, 5)
+
+
+def _tokenized(path: Path, prompts: list[list[int]]) -> Path:
+    path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in prompts))
+    return path
+
+
+@pytest.fixture
+def planted(model, tmp_path) -> Callable[..., Path]:
+    """A job whose samples contain the given first tokens among good ones."""
+
+    def make(*tokens: int, **sections) -> Path:
+        rows = [[n, *range(20, 90)] for n in range(10)] + [[token, *range(30, 80)] for token in tokens]
+        chats = _tokenized(tmp_path / "rows.jsonl", rows)
+        engine = {"kv_cache_bytes": "256MiB", "max_num_batched_tokens": 256, "step_timeout_s": 10, "extra": WORKER}
+        return tiny.write_job(
+            tmp_path / "job.yaml", model=model, chats=chats, root=tmp_path / "root", engine=engine, **sections
+        )
+
+    return make
+
+
+def test_a_sample_that_kills_the_engine_twice_is_quarantined(planted, tmp_path):
+    result = local.run(load_job(planted(saboteur.DIE, completeness=0.5)))
+    assert result.manifest.accounting.quarantined == {"kills_engine": 1}
+    assert result.manifest.accounting.published == 10
+    assert verify(Root.open(str(tmp_path / "root"))).problems == []
+    [note] = (tmp_path / "root" / "plans").glob("*/quarantine/*.json")
+    assert "died 2 times" in note.read_text()
+    with pytest.raises(IncompleteError, match=r"kills_engine 1"):
+        local.run(load_job(planted(saboteur.DIE, completeness=1.0), {"root": str(tmp_path / "strict")}))
+    assert not (tmp_path / "strict" / "versions").exists()
+
+
+def test_wrong_states_are_quarantined_by_reason(planted, tmp_path):
+    settings = load_job(planted(saboteur.ZERO, saboteur.NAN, saboteur.COPY, completeness=0.5))
+    result = local.run(settings)
+    assert result.manifest.accounting.quarantined == {"zero_row": 1, "not_finite": 1, "identical_rows": 1}
+    assert result.manifest.accounting.published == 10
+    assert verify(Root.open(str(tmp_path / "root"))).problems == []
+
+
+def test_rows_of_another_request_are_caught_by_the_token_echo(planted):
+    settings = load_job(planted(saboteur.SWAP, completeness=1.0))
+    with pytest.raises((IncompleteError, CaptureError), match=r"token_echo|missing rows|batch order"):
+        local.run(settings)
