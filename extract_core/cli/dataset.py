@@ -144,7 +144,7 @@ def _plan_status(meta: PlanMeta, commits: dict[int, CommitRecord], published: di
     return {
         "fingerprint": meta.fingerprint,
         "published_versions": published.get(meta.fingerprint, []),
-        "model": meta.spec.get("model", {}).get("name"),
+        "model": (meta.spec.get("model") or {}).get("name"),
         "layer_ids": meta.spec.get("layer_ids"),
         "samples": meta.samples,
         "tokens": meta.tokens,
@@ -331,7 +331,7 @@ def inspect(
         "created": manifest.created,
         "fingerprint": manifest.fingerprint,
         "coresample_version": manifest.coresample_version,
-        "model": manifest.spec.get("model", {}),
+        "model": _section(manifest, "model"),
         "compute_dtype": manifest.spec.get("compute_dtype"),
         "dtype": manifest.dtype,
         "encoding": manifest.encoding,
@@ -424,13 +424,19 @@ def _spans(row: dict[str, Any], manifest: Manifest) -> tuple[list[tuple[bool, st
     ], True
 
 
+def _section(manifest: Manifest, name: str) -> dict[str, Any]:
+    """A part of the fingerprint document; empty when the manifest was not made by a job."""
+    part = manifest.spec.get(name)
+    return part if isinstance(part, dict) else {}
+
+
 def _tokenizer(manifest: Manifest) -> Any:
     """The tokenizer of the model folder that the manifest names, if it is here and still the one that was used."""
     from pathlib import Path
 
-    model = manifest.spec.get("model", {})
+    model = _section(manifest, "model")
     folder = Path(str(model.get("name", ""))).expanduser()
-    digest = manifest.spec.get("tokenizer", {}).get("tokenizer_sha256")
+    digest = _section(manifest, "tokenizer").get("tokenizer_sha256")
     if not folder.is_dir() and not model.get("commit"):
         return None
     try:
@@ -469,7 +475,7 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
         f"{document['root']}@{manifest.version}, published {manifest.created} by Coresample "
         f"{manifest.coresample_version}",
     )
-    model = manifest.spec.get("model", {})
+    model = _section(manifest, "model")
     commit = f" at {model['commit']}" if model.get("commit") else ""
     line(
         "model",

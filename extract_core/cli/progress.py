@@ -73,7 +73,8 @@ class _PaceColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         pace: Pace = task.fields["pace"]
         if task.finished or pace.done == 0:
-            return Text(duration(task.elapsed or 0.0), style="dim")
+            done = f"{amount(pace.done, task.fields['unit'])} in " if pace.done else ""
+            return Text(done + duration(task.elapsed or 0.0), style="dim")
         return Text(pace.words(task.fields["unit"]))
 
 

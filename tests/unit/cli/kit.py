@@ -31,7 +31,10 @@ def make_model(folder: Path, template: str = CHATML) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["user\nassistant\nsystem\nhello world, how are you?"], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -49,9 +52,7 @@ def make_model(folder: Path, template: str = CHATML) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
-        )
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template})
     )
     save_file({"model.embed_tokens.weight": torch.zeros(config["vocab_size"], HIDDEN)}, folder / "model.safetensors")
     return folder

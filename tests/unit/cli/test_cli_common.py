@@ -1,0 +1,182 @@
+"""Failures, exit codes, options and numbers."""
+
+import errno
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from extract_core.cli.common import (
+    by_reason,
+    duration,
+    guarded,
+    innermost,
+    layer_in_words,
+    open_dataset,
+    parse_pairs,
+    size,
+    understood,
+)
+from extract_core.errors import (
+    CheckFailedError,
+    CoresampleError,
+    EngineCrashedError,
+    IncompleteError,
+    NoSpaceError,
+    SettingsError,
+)
+from tests.unit.cli.kit import coresample
+
+
+def outcome(capsys, raised, as_json=False, name="run"):
+    def command(as_json=False):
+        raise raised
+
+    command.__name__ = name
+    with pytest.raises(typer.Exit) as ended:
+        guarded(command)(as_json=as_json)
+    shown = capsys.readouterr()
+    return ended.value.exit_code, shown.out, shown.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(SettingsError("wrong field"), 2), (CheckFailedError("wrong rows"), 1), (IncompleteError("too few"), 3)],
+)
+def test_our_errors(capsys, error, code):
+    assert outcome(capsys, error) == (code, "", f"error: {error}\n")
+    found, out, err = outcome(capsys, error, as_json=True)
+    assert found == code and err == f"error: {error}\n"
+    assert json.loads(out) == {"error": {"type": type(error).__name__, "message": str(error), "exit_code": code}}
+
+
+def test_long_messages_and_brackets_are_shown_as_they_are(capsys):
+    text = "[red]layers: [7] out of range[/red] " + "x" * 400
+    assert outcome(capsys, SettingsError(text))[2] == f"error: {text}\n"
+
+
+def test_engine_errors_show_the_root_cause_and_the_log(capsys):
+    chain = (
+        "Traceback (most recent call last):\n  inner frame\nValueError: bad block\n"
+        "\nThe above exception was the direct cause of the following exception:\n\n"
+        "Traceback (most recent call last):\n  outer frame\nRuntimeError\n"
+    )
+    log = "\n".join(f"log {n}" for n in range(80))
+    error = EngineCrashedError("ValueError: bad block (engine log: /x.log)", engine_traceback=chain, log_tail=log)
+    code, out, err = outcome(capsys, error)
+    assert (code, out) == (1, "")
+    assert "inner frame\nValueError: bad block" in err and "outer frame" not in err
+    assert "log 29\n" not in err and "log 30\n" in err and "log 79" in err
+    assert err.endswith("error: ValueError: bad block (engine log: /x.log)\n")
+    document = json.loads(outcome(capsys, error, as_json=True)[1])["error"]
+    assert document["engine_traceback"] == chain and document["log_tail"] == log
+
+
+def test_interrupted(capsys):
+    code, out, err = outcome(capsys, KeyboardInterrupt())
+    assert (code, out) == (130, "")
+    assert "committed shards are kept" in err and "same command again" in err
+    assert outcome(capsys, KeyboardInterrupt(), name="verify")[2] == "interrupted\n"
+    assert json.loads(outcome(capsys, KeyboardInterrupt(), as_json=True)[1])["error"]["exit_code"] == 130
+
+
+def test_full_disk_and_other_refusals_of_the_system(capsys):
+    code, _, err = outcome(capsys, OSError(errno.ENOSPC, "No space left on device", "/data/x"))
+    assert code == 1 and "/data/x: No space left on device; free space" in err and "committed shards are kept" in err
+    assert isinstance(understood(OSError(errno.EDQUOT, "Disk quota exceeded")), NoSpaceError)
+    code, _, err = outcome(capsys, PermissionError(errno.EACCES, "Permission denied", "/data/x"))
+    assert (code, err) == (1, "error: /data/x: Permission denied\n")
+
+
+def test_failure_wrapped_by_an_orchestrator():
+    inner = SettingsError("wrong field")
+    outer = RuntimeError("flow run failed")
+    outer.__cause__ = inner
+    assert understood(outer) is inner
+
+
+def test_defects_keep_their_traceback(capsys):
+    def command(as_json=False):
+        raise ZeroDivisionError("a defect")
+
+    with pytest.raises(ZeroDivisionError):
+        guarded(command)(as_json=True)
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "ZeroDivisionError"
+
+
+def test_exit_codes_of_commands(capsys):
+    for returned, code in ((None, 0), (0, 0), (1, 1)):
+        with pytest.raises(typer.Exit) as ended:
+            guarded(lambda returned=returned: returned)()
+        assert ended.value.exit_code == code
+
+
+def test_reader_that_leaves_early():
+    """``coresample ... | head -1`` ends without a word."""
+    code = (
+        "import sys; from extract_core.cli.common import guarded, emit\n"
+        "def command():\n    for n in range(100000): emit({'n': n})\n"
+        "import typer\n"
+        "try: guarded(command)()\nexcept typer.Exit as end: sys.exit(end.exit_code)\n"
+    )
+    done = subprocess.run(
+        f'"{sys.executable}" -c "{code}" | head -1', shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "{\n" and done.stderr == ""
+
+
+def test_pairs():
+    assert parse_pairs(["a.b=1", "c=x=y", "d=[1, 2]", "e="], "--set") == {"a.b": 1, "c": "x=y", "d": [1, 2], "e": None}
+    for bad, words in (("a", "not of the form"), ("=1", "not of the form"), ("a=[1", "not valid YAML")):
+        with pytest.raises(SettingsError, match=words):
+            parse_pairs([bad], "--set")
+
+
+def test_storage_options_reach_the_root(tmp_path):
+    (tmp_path / "job.yaml").write_text(
+        "root: s3://b/p\nmodel: {path: x}\ndata: {path: y}\nstore: {storage_options: {anon: true, key: from_job}}\n"
+    )
+    root, version = open_dataset("s3://b/p@3", ["key=from_flag"], str(tmp_path / "job.yaml"))
+    assert version == 3 and root.url == "s3://b/p"
+    assert root._options == {"anon": True, "key": "from_flag"}
+    with pytest.raises(SettingsError, match="does not exist"):
+        open_dataset(str(tmp_path / "none"), None, None)
+    with pytest.raises(SettingsError, match="version 0"):
+        open_dataset(f"{tmp_path}@0", None, None)
+
+
+def test_numbers_for_people():
+    assert [size(n) for n in (0, 1023, 1024, 9.5 * 2**20, 3 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "9.5 MiB",
+        "3.0 TiB",
+    ]
+    assert [duration(s) for s in (0.26, 42, 300, 7380, 300000)] == ["0.3 s", "42 s", "5 min", "2 h 03 min", "3.5 days"]
+    assert by_reason({}) == "" and by_reason({"b": 1000, "a": 2}) == " (a 2, b 1,000)"
+    assert "embeddings" in layer_in_words(0, 6)
+    assert layer_in_words(3, 6) == "after block 3 of 6"
+    assert "before the final norm" in layer_in_words(6, 6)
+    assert innermost("x") == "x"
+
+
+def test_help_is_quick_and_heavy_imports_are_lazy():
+    heavy = "torch", "transformers", "prefect", "pyarrow", "vllm", "pydantic"
+    code = f"import sys, extract_core.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert time.monotonic() - started < 10  # a loaded machine; it is about 0.3 s
+    shown = coresample("--help").stdout
+    assert all(name in shown for name in ("doctor", "plan", "run", "status", "verify", "inspect"))
+
+
+def test_base_of_all_errors_has_an_exit_code():
+    def all_of(kind):
+        return [kind, *(sub for child in kind.__subclasses__() for sub in all_of(child))]
+
+    assert {kind.exit_code for kind in all_of(CoresampleError)} == {1, 2, 3}
