@@ -182,7 +182,8 @@ def _report(kind: str, message: str, code: int, as_json: bool, error: Coresample
                 console.print(Text(innermost(error.engine_traceback)))
             if error.log_tail.strip():
                 console.print(Text("\nlast lines of the engine's log:", style="bold"))
-                console.print(Text("\n".join(error.log_tail.splitlines()[-_LOG_LINES:]), style="dim"))
+                tail = error.log_tail.replace(error.engine_traceback.strip() or "\0", "(the traceback above)")
+                console.print(Text("\n".join(tail.splitlines()[-_LOG_LINES:]), style="dim"))
             console.print()
         style = "bold yellow" if code == INTERRUPTED else "bold red"
         lead = "" if code == INTERRUPTED else "error: "

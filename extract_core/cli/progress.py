@@ -68,14 +68,25 @@ class Pace:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)
 
+    def short(self, unit: str) -> str:
+        """The same beside a bar, where room is scarce: ``1,200/4,800 tokens, 300/s, 12 s left``."""
+        plain = size if unit == "bytes" else "{:,.0f}".format
+        text = plain(self.done) + (f"/{plain(self.total)}" if self.total else "")
+        parts = [text if unit == "bytes" else f"{text} {unit}"]
+        if self.rate > 0:
+            parts.append(f"{plain(self.rate)}/s")
+        if (left := self.seconds_left) is not None:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
 
 class _PaceColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         pace: Pace = task.fields["pace"]
         if task.finished or pace.done == 0:
             done = f"{amount(pace.done, task.fields['unit'])} in " if pace.done else ""
-            return Text(done + duration(task.elapsed or 0.0), style="dim")
-        return Text(pace.words(task.fields["unit"]))
+            return Text(done + duration(task.finished_time or task.elapsed or 0.0), style="dim")
+        return Text(pace.short(task.fields["unit"]))
 
 
 class TerminalReporter:
@@ -85,7 +96,7 @@ class TerminalReporter:
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓[/green]"),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             _PaceColumn(),
             console=err(),
             refresh_per_second=4,

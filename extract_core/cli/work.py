@@ -287,6 +287,7 @@ def _show_result(result: RunResult, job_file: str) -> None:
     from rich.text import Text
 
     manifest, console = result.manifest, out()
+    console.soft_wrap = True  # commands and paths are there to be copied
     ref = f"{result.root}@{manifest.version}"
     if result.new:
         console.print(

@@ -25,6 +25,8 @@ def test_pace(clock):
     pace.update(200)
     assert pace.rate == 20 and pace.seconds_left == 40
     assert pace.words("tokens") == "200 of 1,000 tokens (20 %), 20 tokens/s, 40 s left"
+    assert pace.short("tokens") == "200/1,000 tokens, 20/s, 40 s left"
+    assert pace.short("bytes") == "200 B/1000 B, 20 B/s, 40 s left"
     pace.update(150)  # a shard that is tried again
     assert pace.done == 200
     clock[0] += 600
