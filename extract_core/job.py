@@ -236,8 +236,8 @@ def open_root(settings: JobSettings) -> Root:
     foreign = sorted(name for name in names - _OWN_NAMES if not name.startswith("."))
     if foreign and not names & {layout.PLANS, layout.VERSIONS}:
         raise RootConflictError(
-            f"root {settings.root} holds other files ({', '.join(foreign[:5])}{' ...' if len(foreign) > 5 else ''}) and "
-            "no dataset; choose an empty or new folder"
+            f"root {settings.root} holds other files ({', '.join(foreign[:5])}{' ...' if len(foreign) > 5 else ''}) "
+            "and no dataset; choose an empty or new folder"
         )
     return root
 
