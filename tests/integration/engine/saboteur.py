@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from extract_core.engine.worker import CPUCaptureWorker
 
-DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY = 500, 501, 502, 503, 504, 505, 506, 507
+DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY, DIE_ONCE = 500, 501, 502, 503, 504, 505, 506, 507, 508
 """First tokens beyond the tiny tokenizer's 258, within its model's vocabulary of 512."""
 
 
@@ -26,6 +27,11 @@ class Saboteur(CPUCaptureWorker):
             token = new.prompt_token_ids[0]
             if token == DIE:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if token == DIE_ONCE:
+                mark = Path(os.environ["SABOTEUR_MARK"])
+                if not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
             if token == HANG:
                 time.sleep(3600)
             if token == RAISE:
