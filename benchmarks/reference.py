@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 
-def hidden_states(model: Path, sequences: Sequence[np.ndarray], layers: Sequence[int], folder: Path) -> list[np.ndarray]:
+def hidden_states(
+    model: Path, sequences: Sequence[np.ndarray], layers: Sequence[int], folder: Path
+) -> list[np.ndarray]:
     """Float32 states ``[N, L, H]`` of each sequence, layer n before the final norm.
 
     Args:

@@ -88,9 +88,7 @@ def extract(job: Job, engine: EngineSupervisor | None = None) -> None:
         committer = stack.enter_context(ThreadPoolExecutor(1, "commit"))
         try:
             for shard in todo:
-                captured = with_retries(
-                    partial(pipeline.capture_shard, job, engine, shard, progress.tokens)
-                )
+                captured = with_retries(partial(pipeline.capture_shard, job, engine, shard, progress.tokens))
                 progress.shard_done(shard)
                 waiting.append(committer.submit(with_retries, partial(pipeline.commit_shard, job, captured)))
                 while len(waiting) > 1:  # one shard may wait on the spool, not more

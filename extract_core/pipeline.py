@@ -172,8 +172,8 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     started = time.perf_counter()
     try:
         stats, excluded = _check_rows(job, captured)
-        kept = [row for row in captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()]
-        kept = [row for row in kept if row["sample_id"] in stats]
+        rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
+        kept = [row for row in rows if row["sample_id"] in stats]
         sealed = _seal(job, captured, kept) if kept else None
         checked = time.perf_counter()
         if sealed is not None:
@@ -303,8 +303,8 @@ def validate(job: Job) -> CheckReport:
     missing = sorted(set(planned) - set(commits))
     if missing:
         raise CheckFailedError(
-            f"{len(missing)} of {len(planned)} shards have no commit record (first {missing[0]}); run the job again, it "
-            "goes on from the commit records"
+            f"{len(missing)} of {len(planned)} shards have no commit record (first {missing[0]}); run the job again, "
+            "it goes on from the commit records"
         )
     accounting = account(job, commits)
     lost = job.plan.meta.malformed + sum(accounting.quarantined.values())
@@ -320,7 +320,10 @@ def validate(job: Job) -> CheckReport:
         )
     report = check_run(commits, planned, accounting, layer_ids=job.layer_ids, settings=job.settings.checks)
     if not report.passed:
-        lines = [f"  {result.name}: {result.detail} (value {result.value}, threshold {result.threshold})" for result in report.failures]
+        lines = [
+            f"  {result.name}: {result.detail} (value {result.value}, threshold {result.threshold})"
+            for result in report.failures
+        ]
         raise CheckFailedError("the extracted rows fail these checks, nothing is published:\n" + "\n".join(lines))
     return report
 
@@ -384,10 +387,14 @@ def _manifest(
         hidden_size=job.model.hidden_size,
         dtype=job.dtype,  # type: ignore[arg-type]
         index=index,
-        shards=[ShardRef(path=c.object or "", sha256=digest, nbytes=c.nbytes, rows=c.rows) for digest, c in shards.items()],
+        shards=[
+            ShardRef(path=c.object or "", sha256=digest, nbytes=c.nbytes, rows=c.rows) for digest, c in shards.items()
+        ],
         accounting=account(job, commits),
         totals=Totals(
-            samples=sum(len(c.samples) for c in commits.values()), tokens=tokens, bytes=sum(c.nbytes for c in shards.values())
+            samples=sum(len(c.samples) for c in commits.values()),
+            tokens=tokens,
+            bytes=sum(c.nbytes for c in shards.values()),
         ),
         checks=report.to_dict(),
         provenance={

@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings import SettingsError as SettingsSourceError
 
 from extract_core.errors import SettingsError
 
@@ -151,7 +157,11 @@ class JobSettings(BaseSettings):
     """Everything about one extraction job."""
 
     model_config = SettingsConfigDict(
-        env_prefix="CORESAMPLE_", env_nested_delimiter="__", extra="forbid", frozen=True, nested_model_default_partial_update=True
+        env_prefix="CORESAMPLE_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
     )
 
     root: str = Field(description="Where the dataset goes: a directory or s3://bucket/prefix.")
@@ -168,7 +178,10 @@ class JobSettings(BaseSettings):
         False, description="Let a root's next version differ from its last in model, template, layers or dtype."
     )
     completeness: float = Field(
-        0.99, ge=0, le=1, description="Publish only if at least this share of the input is published or excluded by rule."
+        0.99,
+        ge=0,
+        le=1,
+        description="Publish only if at least this share of the input is published or excluded by rule.",
     )
 
     @field_validator("layers")
@@ -195,7 +208,7 @@ class JobSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags win over the environment, the environment over the job file (merged in ``load_job``)."""
+        """Keyword arguments, then the environment; ``load_job`` lays the job file below both."""
         return (init_settings, env_settings)
 
 
@@ -212,29 +225,25 @@ def load_job(path: str | os.PathLike[str] | None, overrides: dict[str, Any] | No
     tree: dict[str, Any] = {}
     if path is not None:
         tree = _read_yaml(Path(path))
+    flags: dict[str, Any] = {}
     for dotted, value in (overrides or {}).items():
-        _set(tree, dotted, value)
+        _set(flags, dotted, value)
     try:
-        return _with_file(tree, overrides or {})
+        environment = EnvSettingsSource(JobSettings)()
+        return JobSettings(**_merged(_merged(tree, environment), flags))
+    except SettingsSourceError as error:
+        raise SettingsError(f"environment: {error}; nested fields are written CORESAMPLE_MODEL__PATH") from error
     except ValidationError as error:
         raise SettingsError(_explain(error, str(path) if path is not None else "settings")) from error
 
 
-def _with_file(tree: dict[str, Any], overrides: dict[str, Any]) -> JobSettings:
-    class Loader(JobSettings):
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, **_: Any
-        ) -> Any:
-            from pydantic_settings import InitSettingsSource
-
-            flags: dict[str, Any] = {}
-            for dotted, value in overrides.items():
-                _set(flags, dotted, value)
-            return InitSettingsSource(settings_cls, flags), env_settings, init_settings
-
-    loaded = Loader(**tree)
-    return JobSettings.model_construct(**{name: getattr(loaded, name) for name in JobSettings.model_fields})
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``, section by section."""
+    result = dict(below)
+    for name, value in above.items():
+        old = result.get(name)
+        result[name] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class ProgressArtifact(ShardProgress):
         self._total = sum(self._rows[shard] for shard in todo)
         self._updated = 0.0
         self._artifact: UUID = create_progress_artifact(  # type: ignore[assignment]
-            progress=0.0, key=key("progress", job.plan.fingerprint[:12]), description=f"Tokens extracted of {self._total:,}"
+            progress=0.0,
+            key=key("progress", job.plan.fingerprint[:12]),
+            description=f"Tokens extracted of {self._total:,}",
         )
 
     def tokens(self, of_shard: int) -> None:

@@ -27,7 +27,7 @@ from extract_core.store.records import CommitRecord, Manifest
 def _retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
     try:
         state.result()
-    except BaseException as error:  # whatever it was stays recorded in the state; only the kind decides here
+    except BaseException as error:  # noqa: BLE001 - it stays recorded in the state; only its kind decides here
         return is_retryable(error)
     return False
 

@@ -41,8 +41,8 @@ def check_layers(aux: Sequence[torch.Tensor] | None, layer_ids: Sequence[int], t
     """
     if aux is None or len(aux) != len(layer_ids):
         raise LayerIdError(
-            f"asked the model for layers {list(layer_ids)}, it returned {0 if aux is None else len(aux)} tensors: an id "
-            "is not reachable on this model in this vLLM (the last block is missing in some model classes)"
+            f"asked the model for layers {list(layer_ids)}, it returned {0 if aux is None else len(aux)} tensors: "
+            "an id is not reachable on this model in this vLLM (the last block is missing in some model classes)"
         )
     for k, tensor in zip(layer_ids, aux, strict=True):
         if tensor.shape[0] < tokens or tensor.shape[-1] != hidden_size:

@@ -52,7 +52,7 @@ def platform() -> str:
 
 
 def build_core(spec: EngineSpec) -> EngineCore:
-    """vLLM's EngineCore in this process, with our worker and the layer ids in the compile key.
+    """VLLM's EngineCore in this process, with our worker and the layer ids in the compile key.
 
     Raises:
         EngineIncompatibleError: vLLM has no such engine argument or entry point.

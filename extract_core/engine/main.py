@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from extract_core.engine.protocol import (
     EngineSpec,
@@ -43,7 +44,7 @@ def main(fd: int) -> int:
             send(host, driver.extract(request, lambda progress: send(host, progress)))
     except EOFError:
         return 0  # the host is gone; the guard ends the group
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - sent whole to the host, which raises it
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
         send(host, Failed(_kind(error), _root_cause(error), text))
@@ -64,7 +65,7 @@ def _root_cause(error: BaseException) -> str:
     if isinstance(inner, CoresampleError):
         return text
     frames = traceback.extract_tb(inner.__traceback__)
-    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
     return f"{type(inner).__name__}: {text}{where}" if text else f"{type(inner).__name__}{where}"
 
 

@@ -81,8 +81,20 @@ class EngineProcess:
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
-        env = {**os.environ, **self._environment, "CORESAMPLE_ENGINE_FDS": str(theirs.fileno()), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, guard.__file__, sys.executable, "-m", "extract_core.engine.main", str(theirs.fileno())]
+        env = {
+            **os.environ,
+            **self._environment,
+            "CORESAMPLE_ENGINE_FDS": str(theirs.fileno()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [
+            sys.executable,
+            guard.__file__,
+            sys.executable,
+            "-m",
+            "extract_core.engine.main",
+            str(theirs.fileno()),
+        ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,

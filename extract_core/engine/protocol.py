@@ -18,8 +18,8 @@ class EngineSpec(msgspec.Struct, frozen=True, tag=True):
     """How to build the engine.
 
     ``layer_ids`` ascend and are in vLLM's numbering. ``max_model_len`` is at least two above the longest sample, since
-    vLLM reserves a position for the output token. ``dtype`` is what the model computes in, ``store_dtype`` what its rows are
-    stored in ("bfloat16", "float16" or "float32").
+    vLLM reserves a position for the output token. ``dtype`` is what the model computes in, ``store_dtype`` what its
+    rows are stored in ("bfloat16", "float16" or "float32").
     """
 
     model: str

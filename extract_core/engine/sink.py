@@ -142,7 +142,7 @@ class RowSink:
                     return
                 if self._failure is None:
                     self._write(*item)
-            except BaseException:  # recorded whole and raised on the engine's thread by the next take or close
+            except BaseException:  # noqa: BLE001 - recorded whole; the next take or close raises it
                 self._failure = traceback.format_exc()
             finally:
                 if item is not None:

@@ -68,7 +68,7 @@ class EngineSupervisor:
         """Run a shard once.
 
         Raises:
-            EngineCrashedError: with every sample in flight counted once in ``kills``; the next call starts a new engine.
+            EngineCrashedError: every sample in flight is counted once in ``kills``; the next call starts a new engine.
         """
         engine = self.ready()
         try:

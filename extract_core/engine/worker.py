@@ -94,7 +94,9 @@ class CaptureMixin:
                 spans.append(Span(source, first_row + position, wanted))
             source += count
         if source != total:
-            raise CaptureError(f"a step of {total} tokens was accounted for {source}: the batch order is not understood")
+            raise CaptureError(
+                f"a step of {total} tokens was accounted for {source}: the batch order is not understood"
+            )
         assert self._sink is not None
         self._sink.take(aux, compat.step_input_ids(self.model_runner, state, total), spans)
 

@@ -76,7 +76,9 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
             parameters=weights // _DTYPE_BYTES.get(_checkpoint_dtype(text, config), 2),
         )
     except AttributeError as error:
-        raise ModelError(f"model {settings.path}: its config lacks {error.name!r}, which a decoder model has") from error
+        raise ModelError(
+            f"model {settings.path}: its config lacks {error.name!r}, which a decoder model has"
+        ) from error
 
 
 def _checkpoint_dtype(*configs: Any) -> str:
@@ -107,7 +109,9 @@ def _locate(settings: ModelSettings) -> tuple[Path, str | None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot = Path(snapshot_download(settings.path, revision=settings.revision, ignore_patterns=["*.gguf", "*.onnx"]))
+        snapshot = Path(
+            snapshot_download(settings.path, revision=settings.revision, ignore_patterns=["*.gguf", "*.onnx"])
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"model.path {settings.path!r} is neither a folder here nor a hub model that can be fetched: {error}"
@@ -122,7 +126,9 @@ def weight_files(path: Path) -> list[Path]:
 
 def model_identity(model: ModelInfo) -> dict[str, Any]:
     """Digest of config and weights: what a fingerprint needs, so that a changed checkpoint is never reused."""
-    files = [path for path in sorted(model.path.glob("*.json")) if path.name in ("config.json", "generation_config.json")]
+    files = [
+        path for path in sorted(model.path.glob("*.json")) if path.name in ("config.json", "generation_config.json")
+    ]
     return {
         "name": model.name,
         "commit": model.commit,

@@ -233,7 +233,7 @@ def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path) -> N
         # Another run of the same job planned at the same time; plans of one fingerprint are equal by construction.
         if json.loads(taken.existing)["shards"] != json.loads(text)["shards"]:
             raise CorruptDataError(
-                f"{root.url}/{taken.path}: two plans of fingerprint {fingerprint} differ; this is a defect, please report"
+                f"{root.url}/{taken.path}: two plans of fingerprint {fingerprint} differ; please report this defect"
             ) from taken
 
 
@@ -303,7 +303,14 @@ def _duplicate_line(sample: Sample) -> str:
 
 
 def _line(source: Any, reason: str, detail: str, name: str | None) -> str:
-    entry = {"file": source.file, "row": source.row, "turn": source.turn, "reason": reason, "field": name, "detail": detail}
+    entry = {
+        "file": source.file,
+        "row": source.row,
+        "turn": source.turn,
+        "reason": reason,
+        "field": name,
+        "detail": detail,
+    }
     return json.dumps(entry, ensure_ascii=False) + "\n"
 
 

@@ -107,5 +107,3 @@ def test_a_mistake_is_not_retried(model, tmp_path) -> None:
         run_flow(load_job(job))
     new = runs()[: len(runs()) - before] if before else runs()
     assert [count for name, state, count in new if state == "Failed"] == [1]
-
-

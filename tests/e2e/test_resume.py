@@ -65,7 +65,7 @@ def test_killed_and_run_again(flags: list[str], model: Path, chats: Path, tmp_pa
     before = commits(root)
     assert not list(root.glob("versions/*"))
     engines = [p for p in family if p.is_running() and "extract_core.engine" in " ".join(_cmdline(p))]
-    gone, alive = psutil.wait_procs(engines, timeout=15)
+    _, alive = psutil.wait_procs(engines, timeout=15)
     assert not alive, f"engine processes outlive the run: {alive}"
 
     again = started(tmp_path, "run", str(job), *flags)

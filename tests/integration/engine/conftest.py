@@ -69,7 +69,9 @@ def sequences(chats: list[Sample]) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def hf_rows(demo_model: Path, sequences: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
+def hf_rows(
+    demo_model: Path, sequences: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory
+) -> list[np.ndarray]:
     """Float32 Hugging Face rows of the chats at ``LAYERS``, layer n before the final norm."""
     return reference.hidden_states(demo_model, sequences, LAYERS, tmp_path_factory.mktemp("reference"))
 
@@ -95,9 +97,7 @@ def engine_f32(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="module")
 def engine_chunked(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSupervisor]:
     """Float32, steps of 48 tokens: every chat is cut into chunks, and chunks of several share a step."""
-    with _engine(
-        demo_model, tmp_path_factory.mktemp("chunked"), max_num_batched_tokens=48, max_num_seqs=8
-    ) as engine:
+    with _engine(demo_model, tmp_path_factory.mktemp("chunked"), max_num_batched_tokens=48, max_num_seqs=8) as engine:
         yield engine
 
 

@@ -1,4 +1,4 @@
-"""A worker that fails on purpose, chosen through ``engine.extra.worker_cls``: what it does is in the prompt's first token.
+"""A worker that fails on purpose, chosen through ``engine.extra.worker_cls``; a prompt's first token says how.
 
 Real failures of the real engine process: it dies, hangs, raises as vLLM did on the seed of this project, or returns
 states that a broken capture would.

@@ -114,7 +114,9 @@ def test_sigkill_from_outside_in_mid_shard(engine, tmp_path):
     engine.ready()
     many = [[n % 250, *range(10, 180)] for n in range(60)]
     pid = engine.ready().pid
-    victims = [p.pid for p in group_of(pid) if "engine.main" in " ".join(p.cmdline()) and "guard" not in " ".join(p.cmdline())]
+    victims = [
+        p.pid for p in group_of(pid) if "engine.main" in " ".join(p.cmdline()) and "guard" not in " ".join(p.cmdline())
+    ]
     threading.Timer(0.4, lambda: [os.kill(victim, signal.SIGKILL) for victim in victims]).start()
     with pytest.raises(EngineCrashedError):
         while True:
@@ -157,7 +159,9 @@ def test_samples_the_engine_cannot_take_are_refused_by_name(engine, tmp_path):
 
 def test_an_engine_that_cannot_start_says_why(model, tmp_path):
     with (
-        EngineSupervisor(spec(model, max_model_len=10**6), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10) as e,
+        EngineSupervisor(
+            spec(model, max_model_len=10**6), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10
+        ) as e,
         pytest.raises(EngineStartError, match="max_model_len") as caught,
     ):
         e.ready()

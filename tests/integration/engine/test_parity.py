@@ -17,7 +17,9 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def many(engine_f32: EngineSupervisor, sequences: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> Capture:
+def many(
+    engine_f32: EngineSupervisor, sequences: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory
+) -> Capture:
     return run_job(engine_f32, tmp_path_factory.mktemp("many"), sequences)
 
 
