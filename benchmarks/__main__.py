@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=["throughput", "memory"])
     parser.add_argument("--job", default="examples/demo/job.yaml")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of rounds of the throughput benchmark")
-    parser.add_argument("--rows", type=int, default=24, help="conversations of the throughput benchmark")
+    parser.add_argument("--rows", type=int, default=16, help="conversations of the throughput benchmark")
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     for name in options.names:

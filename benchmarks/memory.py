@@ -47,6 +47,18 @@ def run(job_file: str, root: Path, flags: list[str]) -> dict[str, Any]:
     }
 
 
+def _role(command: list[str]) -> str:
+    line = " ".join(command)
+    for part, role in (
+        ("engine.main", "engine"),
+        ("uvicorn", "Prefect's private server"),
+        ("extract_core.cli", "coresample run"),
+    ):
+        if part in line:
+            return "guard of the engine" if "guard.py" in line else role
+    return Path(command[0]).name if command else "?"
+
+
 def _tree(pid: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
     try:
@@ -55,8 +67,7 @@ def _tree(pid: int) -> dict[str, int]:
         return sizes
     for process in processes:
         try:
-            name = " ".join(process.cmdline()[:4])[-60:]
-            sizes[f"{process.pid} {name}"] = process.memory_full_info().pss
+            sizes[_role(process.cmdline())] = process.memory_full_info().pss
         except psutil.Error:
             continue
     return sizes

@@ -55,6 +55,11 @@ class Job:
         """Dtype of the stored rows."""
         return store_dtype(self.settings, self.model)
 
+    @property
+    def captures_last(self) -> bool:
+        """Whether layer n is captured, from which the next token can be computed."""
+        return self.layer_ids[-1] == self.model.n_layers
+
     @cached_property
     def engine_spec(self) -> EngineSpec:
         """How the engine of this job is built."""

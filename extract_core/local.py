@@ -85,6 +85,8 @@ def extract(job: Job, engine: EngineSupervisor | None = None) -> None:
     with ExitStack() as stack:
         if engine is None:
             engine = stack.enter_context(pipeline.make_supervisor(job))
+        if not engine.preflight:
+            with_retries(partial(pipeline.preflight, job, engine))
         committer = stack.enter_context(ThreadPoolExecutor(1, "commit"))
         try:
             for shard in todo:

@@ -21,6 +21,8 @@ import pyarrow as pa
 
 from extract_core.checks.rows import RowFailure, SampleStats, check_sample_rows
 from extract_core.checks.run import CheckReport, check_run
+from extract_core.engine.preflight import PROMPTS
+from extract_core.engine.preflight import preflight as run_preflight
 from extract_core.engine.protocol import JobSample, Progress, ShardDone, ShardJob
 from extract_core.engine.supervisor import KILLS_TO_QUARANTINE, EngineSupervisor
 from extract_core.errors import CheckFailedError, EngineCrashedError, IncompleteError
@@ -129,7 +131,7 @@ def capture_shard(
             rows=rows,
             samples=[s for s in samples if s.sample_id not in excluded],
             solo=engine.suspects(),
-            want_top1=job.layer_ids[-1] == job.model.n_layers,
+            want_top1=job.captures_last,
         )
         try:
             done = engine.extract(request, lambda progress: _report(progress, on_tokens))
@@ -153,7 +155,28 @@ def capture_shard(
     for sample, why in done.refused.items():
         reason, _, detail = why.partition(": ")
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
-    return Captured(shard, attempt, path, table, done, list(excluded.values()), engine.info)
+    return Captured(
+        shard, attempt, path, table, done, list(excluded.values()), {**engine.info, "preflight": engine.preflight}
+    )
+
+
+def preflight(job: Job, engine: EngineSupervisor) -> dict[str, Any]:
+    """Self-test of the engine on the first real samples; its figures go into every commit record.
+
+    Raises:
+        PreflightError, EngineError: nothing is extracted.
+    """
+    prompts = [ids.values.to_numpy() for ids in job.plan.shard(0)["token_ids"][:PROMPTS]]
+    figures = run_preflight(
+        engine,
+        prompts,
+        layer_ids=job.layer_ids,
+        compute_dtype=job.model.dtype,
+        spool=job.spool,
+        want_top1=job.captures_last,
+    )
+    engine.preflight = figures
+    return figures
 
 
 def _report(progress: Progress, on_tokens: Callable[[int], None]) -> None:

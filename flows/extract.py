@@ -20,7 +20,7 @@ from extract_core.settings import JobSettings
 from extract_core.store.commits import read_commits
 from extract_core.store.records import CommitRecord
 from tasks import artifacts
-from tasks.extract import capture_shard, commit_shard, plan_job, publish, validate
+from tasks.extract import capture_shard, commit_shard, plan_job, preflight, publish, validate
 
 
 @flow(
@@ -58,6 +58,7 @@ def extract_shards(job: Job) -> None:
     progress = artifacts.ProgressArtifact(job, todo)
     waiting: list[PrefectFuture[CommitRecord]] = []
     with pipeline.make_supervisor(job) as engine:
+        preflight(job, engine)
         try:
             for shard in todo:
                 captured = capture_shard(job, engine, shard, progress)

@@ -20,6 +20,7 @@ from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.job import Job, prepare
 from extract_core.local import RETRIES, ShardProgress, is_retryable
 from extract_core.pipeline import Captured
+from extract_core.progress import reporter
 from extract_core.settings import JobSettings
 from extract_core.store.records import CommitRecord, Manifest
 
@@ -28,7 +29,9 @@ def _retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bo
     try:
         state.result()
     except BaseException as error:  # noqa: BLE001 - it stays recorded in the state; only its kind decides here
-        return is_retryable(error)
+        if is_retryable(error):
+            reporter().note(f"{task_run.name}: {error}; trying again")
+            return True
     return False
 
 
@@ -48,6 +51,12 @@ _OPTIONS: dict[str, Any] = {
 def plan_job(settings: JobSettings) -> Job:
     """Check the job and lay out every row."""
     return prepare(settings)
+
+
+@task(name="preflight", task_run_name="preflight", **_OPTIONS)
+def preflight(job: Job, engine: EngineSupervisor) -> dict[str, Any]:
+    """Start the engine and test the capture on the first real samples."""
+    return pipeline.preflight(job, engine)
 
 
 @task(name="capture-shard", task_run_name="capture-shard-{shard:05d}", **_OPTIONS)

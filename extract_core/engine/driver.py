@@ -67,6 +67,7 @@ class EngineDriver:
         started = time.perf_counter()
         refused = {s.sample_id: why for s in job.samples if (why := self.refusal(s)) is not None}
         accepted = [s for s in job.samples if s.sample_id not in refused]
+        self.core.vllm_config.scheduler_config.long_prefill_token_threshold = job.chunk
         self.core.reset_prefix_cache()  # a shard stands alone, whatever ran before
         ids = {f"{job.attempt}-{n}": s for n, s in enumerate(accepted)}
         places = {rid: (s.first_row, len(s.token_ids) // 4) for rid, s in ids.items()}

@@ -53,7 +53,8 @@ class JobSample(msgspec.Struct, frozen=True, array_like=True):
 class ShardJob(msgspec.Struct, frozen=True, tag=True):
     """Fill one shard file.
 
-    ``solo`` names samples to run alone and first, because an earlier engine died with them in flight.
+    ``solo`` names samples to run alone and first, because an earlier engine died with them in flight. ``chunk`` cuts
+    every prefill into chunks of at most that many tokens (0: only where a step is full), for the self-test.
     """
 
     attempt: str
@@ -62,6 +63,7 @@ class ShardJob(msgspec.Struct, frozen=True, tag=True):
     samples: list[JobSample]
     solo: list[str] = []
     want_top1: bool = True
+    chunk: int = 0
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

@@ -41,6 +41,7 @@ class EngineSupervisor:
         self._engine: EngineProcess | None = None
         self.starts = 0
         self.kills: Counter[str] = Counter()
+        self.preflight: dict[str, Any] = {}
 
     @property
     def info(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_a_run_reads_well_and_survives_its_engine(model, tmp_path, monkeypatch) 
     shards = len(result.manifest.shards)
     assert shards > 2
     names = [f"{step}-shard-{n:05d}" for step in ("capture", "commit") for n in range(shards)]
-    assert set(seen) == {"plan", "validate", "publish", *names}
+    assert set(seen) == {"plan", "preflight", "validate", "publish", *names}
     assert {state for state, _ in seen.values()} == {"Completed"}
     retried = [name for name, (_, count) in seen.items() if count > 1]
     assert len(retried) == 1
