@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from extract_core.errors import RootConflictError, SettingsError
 from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype
 from extract_core.planning.layers import resolve_layer_ids
 from extract_core.planning.model import ModelInfo, inspect_model
-from extract_core.planning.plan import Plan, load_plan, make_plan
+from extract_core.planning.plan import Plan, load_plan, make_plan, read_plan_meta
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
 from extract_core.store import layout
@@ -100,12 +102,22 @@ class Job:
 
     def spool_path(self, shard: int, attempt: str) -> Path:
         """Where one attempt writes one shard."""
-        return self.spool / f"{self.plan.fingerprint[:12]}-{shard:05d}-{os.getpid()}-{attempt}.tmp"
+        return self.spool / f"{self.plan.fingerprint[:12]}-{shard:05d}-{machine_id()}-{os.getpid()}-{attempt}.tmp"
 
     def published(self) -> Manifest | None:
         """The latest version if it is exactly this plan: then there is nothing to do."""
         latest = _latest(self.root)
         return latest if latest is not None and latest.fingerprint == self.plan.fingerprint else None
+
+
+@cache
+def machine_id() -> str:
+    """This machine since its last start: a process id means nothing on another one, or after a restart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        boot = ""
+    return hashlib.sha256(f"{platform.node()} {boot}".encode()).hexdigest()[:12]
 
 
 def new_attempt() -> str:
@@ -261,11 +273,11 @@ def refuse_other_dataset(root: Root, spec: Callable[[], JobSpec], *, allow: bool
     if allow:
         return
     for what, other in _documents(root):
-        ours = spec().document
+        ours, theirs = spec(), JobSpec(other)
         differing = [
-            f"  {key}: there {_brief(other.get(key))}, in this job {_brief(ours.get(key))}"
+            f"  {key}: there {_brief(other.get(key))}, in this job {_brief(ours.document.get(key))}"
             for key in _SAME_DATASET
-            if other.get(key) != ours.get(key)
+            if theirs.deciding.get(key) != ours.deciding.get(key)
         ]
         if differing:
             raise RootConflictError(
@@ -273,15 +285,14 @@ def refuse_other_dataset(root: Root, spec: Callable[[], JobSpec], *, allow: bool
                 + "\n".join(differing)
                 + "\nChoose another root, or set allow_change: true to make this job its next version"
             )
-        return
 
 
 def _documents(root: Root) -> list[tuple[str, dict[str, Any]]]:
     latest = _latest(root)
     if latest is not None:
         return [(f"version {latest.version}", latest.spec)]
-    plans = [load_plan(root, name) for name in root.list(layout.PLANS)]
-    return [("an unfinished plan", plan.meta.spec) for plan in plans if plan is not None]
+    plans = [read_plan_meta(root, name) for name in root.list(layout.PLANS)]
+    return [("an unfinished plan", meta.spec) for meta in plans if meta is not None]
 
 
 def _latest(root: Root) -> Manifest | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from extract_core import pipeline
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import CoresampleError
 from extract_core.job import Job, prepare
+from extract_core.pipeline import Captured
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
 from extract_core.store.records import CommitRecord, Manifest
@@ -24,6 +25,8 @@ T = TypeVar("T")
 RETRIES = 3
 """Tries after the first, for failures that may pass (store unavailable, engine replaced)."""
 RETRY_DELAYS_S = (2.0, 10.0, 30.0)
+SPOOLED_SHARDS = 1
+"""Shards that may wait on the spool for their commit while another is captured."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +84,62 @@ def extract(job: Job, engine: EngineSupervisor | None = None) -> None:
         return
     pipeline.clean_spool(job)
     progress = ShardProgress(job, todo)
-    waiting: deque[Future[CommitRecord]] = deque()
     with ExitStack() as stack:
         if engine is None:
             engine = stack.enter_context(pipeline.make_supervisor(job))
         if not engine.preflight:
             with_retries(partial(pipeline.preflight, job, engine))
         committer = stack.enter_context(ThreadPoolExecutor(1, "commit"))
-        try:
-            for shard in todo:
-                captured = with_retries(partial(pipeline.capture_shard, job, engine, shard, progress.tokens))
-                progress.shard_done(shard)
-                waiting.append(committer.submit(with_retries, partial(pipeline.commit_shard, job, captured)))
-                while len(waiting) > 1:  # one shard may wait on the spool, not more
-                    waiting.popleft().result()
-        finally:
-            while waiting:
-                waiting.popleft().result()
+
+        def capture(shard: int) -> Captured:
+            return with_retries(partial(pipeline.capture_shard, job, engine, shard, progress.tokens))
+
+        def commit(captured: Captured) -> Future[CommitRecord]:
+            return committer.submit(with_retries, partial(pipeline.commit_shard, job, captured))
+
+        run_shards(todo, capture, commit, progress.shard_done)
+
+
+class Waitable(Protocol):
+    """A commit under way: a future of this process or of Prefect."""
+
+    def result(self) -> Any:
+        """Wait; raises what the commit raised."""
+
+
+def run_shards(
+    todo: Iterable[int],
+    capture: Callable[[int], Captured],
+    commit: Callable[[Captured], Waitable],
+    on_captured: Callable[[int], None],
+) -> None:
+    """Capture shards one after the other; each is committed while the next one is captured.
+
+    A failure ends the loop; what was captured before it is still committed, and whatever else fails then is told as a
+    note, so that the first failure is the one raised.
+    """
+    waiting: deque[tuple[Captured, Waitable]] = deque()
+    try:
+        for shard in todo:
+            captured = capture(shard)
+            on_captured(shard)
+            waiting.append((captured, commit(captured)))
+            while len(waiting) > SPOOLED_SHARDS:
+                waiting[0][1].result()
+                waiting.popleft()
+        while waiting:
+            waiting[0][1].result()
+            waiting.popleft()
+    except BaseException as first:
+        for captured, under_way in waiting:
+            try:
+                under_way.result()
+            except Exception as error:  # noqa: BLE001 - told, and the first failure is raised
+                if error is not first:
+                    reporter().note(f"shard {captured.shard} was not committed either: {error}")
+            finally:
+                captured.path.unlink(missing_ok=True)
+        raise
 
 
 class ShardProgress:

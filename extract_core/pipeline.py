@@ -26,7 +26,7 @@ from extract_core.engine.preflight import preflight as run_preflight
 from extract_core.engine.protocol import JobSample, Progress, ShardDone, ShardJob
 from extract_core.engine.supervisor import KILLS_TO_QUARANTINE, EngineSupervisor
 from extract_core.errors import CheckFailedError, EngineCrashedError, IncompleteError
-from extract_core.job import Job, new_attempt
+from extract_core.job import Job, machine_id, new_attempt
 from extract_core.progress import reporter
 from extract_core.store import layout
 from extract_core.store.commits import read_commits, write_commit
@@ -59,6 +59,8 @@ class Captured:
     done: ShardDone
     excluded: list[Excluded] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
+    record: CommitRecord | None = None
+    """Set when the rows are checked and the file is sealed: a commit that is tried again goes on from there."""
 
 
 def make_supervisor(job: Job) -> EngineSupervisor:
@@ -82,8 +84,8 @@ def open_shards(job: Job) -> list[int]:
 def clean_spool(job: Job) -> None:
     """Remove spool files of this plan that a killed run on this machine left behind."""
     for path in job.spool.glob(f"{job.plan.fingerprint[:12]}-*.tmp"):
-        pid = int(path.name.split("-")[2])
-        if not _alive(pid):
+        *_, machine, pid, _attempt = path.name.split("-")
+        if machine == machine_id() and not _alive(int(pid)):
             path.unlink(missing_ok=True)
 
 
@@ -184,7 +186,7 @@ def _report(progress: Progress, on_tokens: Callable[[int], None]) -> None:
 
 
 def commit_shard(job: Job, captured: Captured) -> CommitRecord:
-    """Check every row of a captured shard, store it and write its commit record.
+    """Check every row of a captured shard, store it and write its commit record; may be called again after a failure.
 
     Returns:
         the record that stands: this attempt's, or an earlier one's when another worker was first.
@@ -192,43 +194,48 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     Raises:
         CorruptDataError, NoSpaceError, StoreError: nothing is committed.
     """
-    started = time.perf_counter()
-    try:
-        stats, excluded = _check_rows(job, captured)
-        rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
-        kept = [row for row in rows if row["sample_id"] in stats]
-        sealed = _seal(job, captured, kept) if kept else None
-        checked = time.perf_counter()
-        if sealed is not None:
-            job.root.put_file(sealed.path, layout.shard_path(sealed.sha256))
-        record = CommitRecord(
-            fingerprint=job.plan.fingerprint,
-            shard=captured.shard,
-            object=layout.shard_path(sealed.sha256) if sealed else None,
-            sha256=sealed.sha256 if sealed else None,
-            nbytes=sealed.nbytes if sealed else 0,
-            rows=sealed.rows if sealed else 0,
-            layer_ids=list(job.layer_ids),
-            hidden_size=job.model.hidden_size,
-            dtype=job.dtype,  # type: ignore[arg-type]
-            samples=_records(captured, kept, sealed, stats) if sealed else [],
-            excluded=excluded,
-            attempt=captured.attempt,
-            engine=captured.engine,
-            timings={
-                **{name: float(value) for name, value in captured.done.counters.items()},
-                "check_and_seal_s": checked - started,
-                "store_s": time.perf_counter() - checked,
-            },
+    if captured.record is None:
+        captured.record = _check_and_seal(job, captured)
+    record = captured.record
+    if record.object is not None and captured.path.exists():  # put_file takes the file away once it is durable
+        job.root.put_file(captured.path, record.object)
+    for item in record.excluded:
+        job.root.put_bytes(
+            layout.quarantine_path(job.plan.fingerprint, item.sample_id),
+            canonical_json(item.model_dump(mode="json") | {"shard": captured.shard}),
         )
-        for item in excluded:
-            job.root.put_bytes(
-                layout.quarantine_path(job.plan.fingerprint, item.sample_id),
-                canonical_json(item.model_dump(mode="json") | {"shard": captured.shard}),
-            )
-        return write_commit(job.root, record)
-    finally:
-        captured.path.unlink(missing_ok=True)
+    standing = write_commit(job.root, record)
+    if record.object is not None and standing.object != record.object:
+        job.root.delete(record.object)  # another worker's record stands and names other bytes
+    captured.path.unlink(missing_ok=True)
+    return standing
+
+
+def _check_and_seal(job: Job, captured: Captured) -> CommitRecord:
+    started = time.perf_counter()
+    stats, excluded = _check_rows(job, captured)
+    rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
+    kept = [row for row in rows if row["sample_id"] in stats]
+    sealed = _seal(job, captured, kept) if kept else None
+    return CommitRecord(
+        fingerprint=job.plan.fingerprint,
+        shard=captured.shard,
+        object=layout.shard_path(sealed.sha256) if sealed else None,
+        sha256=sealed.sha256 if sealed else None,
+        nbytes=sealed.nbytes if sealed else 0,
+        rows=sealed.rows if sealed else 0,
+        layer_ids=list(job.layer_ids),
+        hidden_size=job.model.hidden_size,
+        dtype=job.dtype,  # type: ignore[arg-type]
+        samples=_records(captured, kept, sealed, stats) if sealed else [],
+        excluded=excluded,
+        attempt=captured.attempt,
+        engine=captured.engine,
+        timings={
+            **{name: float(value) for name, value in captured.done.counters.items()},
+            "check_and_seal_s": time.perf_counter() - started,
+        },
+    )
 
 
 def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], list[Excluded]]:
@@ -365,23 +372,42 @@ def publish(job: Job, report: CheckReport, *, started: float | None = None) -> M
     commits = read_commits(job.root, job.plan.fingerprint)
     index = write_index(job.root, _index_table(job, commits))
     attempt = new_attempt()
-    return publish_version(
-        job.root, lambda version: _manifest(job, version, attempt, commits, index, report, started), attempt
-    )
+
+    def build(version: int) -> Manifest:
+        # Called again when another publisher was first; it may have published this very plan.
+        if (other := job.published()) is not None:
+            raise _PublishedByAnotherError(other)
+        return _manifest(job, version, attempt, commits, index, report, started)
+
+    try:
+        return publish_version(job.root, build, attempt)
+    except _PublishedByAnotherError as first:
+        return first.manifest
+
+
+class _PublishedByAnotherError(Exception):
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
 
 
 def _index_table(job: Job, commits: dict[int, CommitRecord]) -> pa.Table:
     tables = []
     for shard, table in enumerate(job.plan.shards()):
-        records = {record.sample_id: record for record in commits[shard].samples}
-        rows = [row for row in table.to_pylist() if row["sample_id"] in records]
-        for row in rows:
-            record = records[row["sample_id"]]
-            row["segments"] = [segment.model_dump() for segment in record.segments]
-            row["norm_mean"], row["norm_max"] = record.norm_mean, record.norm_max
-            row["greedy_token"], row["top1_token"] = record.greedy_token, record.top1_token
-        tables.append(pa.Table.from_pylist([{k: row[k] for k in INDEX_SCHEMA.names} for row in rows], INDEX_SCHEMA))
+        by_id = {record.sample_id: record for record in commits[shard].samples}
+        ids = table["sample_id"].to_pylist()
+        kept = table.filter(pa.array([sample in by_id for sample in ids]))
+        records = [by_id[sample] for sample in ids if sample in by_id]
+        computed = {
+            "segments": [[segment.model_dump() for segment in record.segments] for record in records],
+            **{name: [getattr(record, name) for record in records] for name in _FROM_RECORD},
+        }
+        for name, values in computed.items():
+            kept = kept.append_column(name, pa.array(values, INDEX_SCHEMA.field(name).type))
+        tables.append(kept.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
     return pa.concat_tables(tables)
+
+
+_FROM_RECORD = ("norm_mean", "norm_max", "greedy_token", "top1_token")
 
 
 def _manifest(
@@ -423,6 +449,7 @@ def _manifest(
         provenance={
             "host": platform.node(),
             "python": platform.python_version(),
+            "model": job.model.name,
             "mask_methods": job.plan.meta.mask_methods,
             "engines": _distinct([commit.engine for _, commit in sorted(commits.items())]),
         },

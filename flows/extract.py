@@ -9,16 +9,14 @@ from __future__ import annotations
 import time
 
 from prefect import flow
-from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from extract_core import pipeline
 from extract_core.job import Job
-from extract_core.local import RunResult
+from extract_core.local import RunResult, run_shards
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
 from extract_core.store.commits import read_commits
-from extract_core.store.records import CommitRecord
 from tasks import artifacts
 from tasks.extract import capture_shard, commit_shard, plan_job, preflight, publish, validate
 
@@ -56,19 +54,14 @@ def extract_shards(job: Job) -> None:
         return
     pipeline.clean_spool(job)
     progress = artifacts.ProgressArtifact(job, todo)
-    waiting: list[PrefectFuture[CommitRecord]] = []
     with pipeline.make_supervisor(job) as engine:
         preflight(job, engine)
-        try:
-            for shard in todo:
-                captured = capture_shard(job, engine, shard, progress)
-                progress.shard_done(shard)
-                waiting.append(commit_shard.submit(job, captured))
-                while len(waiting) > 1:  # one shard may wait on the spool, not more
-                    waiting.pop(0).result()
-        finally:
-            while waiting:
-                waiting.pop(0).result()
+        run_shards(
+            todo,
+            lambda shard: capture_shard(job, engine, shard, progress),
+            lambda captured: commit_shard.submit(job, captured),
+            progress.shard_done,
+        )
 
 
 def run_flow(settings: JobSettings) -> RunResult:

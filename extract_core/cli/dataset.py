@@ -72,25 +72,15 @@ def status(
 
 
 def _plans(root: Root, prefix: str) -> list[tuple[PlanMeta, dict[int, CommitRecord]]]:
-    from pydantic import ValidationError
-
-    from extract_core.errors import CorruptDataError
-    from extract_core.planning.plan import PlanMeta
+    from extract_core.planning.plan import read_plan_meta
     from extract_core.store import layout
     from extract_core.store.commits import read_commits
 
     found = []
     for name in root.list(layout.PLANS):
-        if not name.startswith(prefix):
-            continue
-        path = layout.plan_meta_path(name)
-        try:
-            meta = PlanMeta.model_validate_json(root.read_bytes(path))
-        except FileNotFoundError:
-            continue  # a run is planning right now, or was stopped while it did
-        except ValidationError as error:
-            raise CorruptDataError(f"{root.describe(path)} is not a plan this version can read: {error}") from error
-        found.append((meta, read_commits(root, name)))
+        meta = read_plan_meta(root, name) if name.startswith(prefix) else None
+        if meta is not None:  # else a run is planning right now, or was stopped while it did
+            found.append((meta, read_commits(root, name)))
     return found
 
 

@@ -57,6 +57,17 @@ def preflight(
     cut = [ids[:TOKENS] for ids in prompts[:PROMPTS]]
     chunk = max(2, max(map(len, cut)) // 3)
     whole, done = _capture(engine, cut, layer_ids, spool, chunk=0, want_top1=want_top1)
+    figures: dict[str, Any] = {"prompts": len(cut), "tokens": sum(map(len, cut)), "chunk": chunk}
+    if want_top1:
+        agree = sum(done.greedy[name] == done.top1[name] for name in done.greedy) / len(done.greedy)
+        if agree < LEAST_AGREEMENT:
+            raise PreflightError(
+                f"lm_head(norm(h_n)) gives the engine's own next token for {agree:.0%} of {len(cut)} prompts, expected "
+                f"at least {LEAST_AGREEMENT:.0%}: layer {layer_ids[-1]} is not the last block's output, or the final "
+                "norm is another. This model needs support (ARCHITECTURE.md, section 4); leave layer n out of layers "
+                "to go on without it"
+            )
+        figures["top1_agreement"] = agree
     parts, _ = _capture(engine, cut, layer_ids, spool, chunk=chunk, want_top1=False)
     worst = float(np.quantile(np.concatenate([_relative(a, b) for a, b in zip(parts, whole, strict=True)]), 0.9))
     tolerance = CHUNK_TOLERANCE[compute_dtype]
@@ -66,18 +77,7 @@ def preflight(
             f"90th percentile), expected at most {tolerance:.0e}: chunked prefill is not safe for this model here. Set "
             "engine.max_num_batched_tokens above the longest sample and engine.extra.enable_chunked_prefill to false"
         )
-    figures: dict[str, Any] = {"prompts": len(cut), "tokens": sum(map(len, cut)), "chunk": chunk, "chunked_p90": worst}
-    if want_top1:
-        agree = sum(done.greedy[name] == done.top1[name] for name in done.greedy) / len(done.greedy)
-        if agree < LEAST_AGREEMENT:
-            raise PreflightError(
-                f"lm_head(norm(h_n)) gives the engine's own next token for {agree:.0%} of {len(cut)} prompts, expected "
-                f"at least {LEAST_AGREEMENT:.0%}: layer {layer_ids[-1]} is not the last block's output, or the final "
-                "norm is another. This model needs support (docs/compatibility.md); leave layer n out to go on without "
-                "it"
-            )
-        figures["top1_agreement"] = agree
-    return figures
+    return figures | {"chunked_p90": worst}
 
 
 def _capture(

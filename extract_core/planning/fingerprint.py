@@ -23,15 +23,20 @@ class JobSpec:
 
     document: dict[str, Any]
 
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The document without what only names things: a checkpoint may lie in another folder on each machine."""
+        return {**self.document, "model": {k: v for k, v in self.document["model"].items() if k != "name"}}
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex sha256 of the canonical document, cut to 32 digits; names the plan folder."""
-        return canonical_digest(self.document)[:32]
+        return canonical_digest(self.deciding)[:32]
 
     @cached_property
     def values_fingerprint(self) -> str:
         """Digest of what decides a row's value for given token ids: the document without inputs and layout."""
-        return canonical_digest({k: v for k, v in self.document.items() if k not in ("inputs", "layout")})[:32]
+        return canonical_digest({k: v for k, v in self.deciding.items() if k not in ("inputs", "layout")})[:32]
 
     @property
     def row_bytes(self) -> int:

@@ -133,16 +133,25 @@ def load_plan(root: Root, fingerprint: str) -> Plan | None:
     Raises:
         CorruptDataError: ``plan.json`` or ``plan.parquet`` is not what was written.
     """
+    meta = read_plan_meta(root, fingerprint)
+    return None if meta is None else Plan(root, meta, _open_table(root, meta))
+
+
+def read_plan_meta(root: Root, fingerprint: str) -> PlanMeta | None:
+    """``plan.json`` of a fingerprint, or None where there is none.
+
+    Raises:
+        CorruptDataError: it is not what was written.
+    """
     try:
-        raw = root.read_bytes(layout.plan_meta_path(fingerprint))
-    except FileNotFoundError:
+        name = layout.plan_meta_path(fingerprint)
+        raw = root.read_bytes(name)
+    except (ValueError, FileNotFoundError):  # a folder that is no plan's, or a plan that was never finished
         return None
-    name = layout.plan_meta_path(fingerprint)
     try:
-        meta = PlanMeta.model_validate_json(raw)
+        return PlanMeta.model_validate_json(raw)
     except ValidationError as error:
         raise CorruptDataError(f"{root.url}/{name} is not a plan this version can read: {error}") from error
-    return Plan(root, meta, _open_table(root, meta))
 
 
 def _open_table(root: Root, meta: PlanMeta) -> pq.ParquetFile:

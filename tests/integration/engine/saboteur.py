@@ -14,7 +14,7 @@ from typing import Any
 
 from extract_core.engine.worker import CPUCaptureWorker
 
-DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY, DIE_ONCE = 500, 501, 502, 503, 504, 505, 506, 507, 508
+DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY, DIE_ONCE, EARLY = range(500, 510)
 """First tokens beyond the tiny tokenizer's 258, within its model's vocabulary of 512."""
 
 
@@ -59,6 +59,8 @@ class Saboteur(CPUCaptureWorker):
             state.aux_hidden_states[-1][start + count - 1, 3] = float("nan")
         if token == COPY:
             state.aux_hidden_states[0][rows] = state.aux_hidden_states[0][start]
+        if token == EARLY:  # the stream one block too early under the name of the last
+            state.aux_hidden_states[-1][rows] = state.aux_hidden_states[1][rows]
         if token == SWAP:  # rows of another request under this one's name
             first, second = order[0], order[-1]
             order[0], order[-1] = second, first

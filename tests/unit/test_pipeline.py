@@ -1,0 +1,199 @@
+"""Steps of a run after the engine: commit, check, publish; rows come from the test, everything else is real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from extract_core import local, pipeline
+from extract_core.engine.protocol import ShardDone
+from extract_core.errors import CheckFailedError, IncompleteError, RootConflictError, StoreUnavailableError
+from extract_core.job import Job, machine_id, new_attempt, prepare
+from extract_core.pipeline import Captured
+from extract_core.store import layout
+from extract_core.store.root import Root
+from extract_core.store.shard import ShardWriter
+from extract_core.store.verify import verify
+
+from .cli import kit
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    kit.make_model(tmp_path / "model")
+    kit.make_chats(tmp_path / "chats.jsonl", 10)
+    return prepare(kit.settings(kit.write_job(tmp_path / "job.yaml", layers=[1, 2, 5], store__shard_bytes="20KiB")))
+
+
+def captured(job: Job, shard: int, *, spoil: str | None = None) -> Captured:
+    """A shard of random rows, as the engine would have left it on the spool; ``spoil`` zeroes one sample's."""
+    table = job.plan.shard(shard)
+    rows = job.plan.meta.shards[shard].rows
+    attempt = new_attempt()
+    path = job.spool_path(shard, attempt)
+    writer = ShardWriter(path, rows=rows, layer_ids=job.layer_ids, hidden_size=kit.HIDDEN, dtype=job.dtype)
+    generator = torch.Generator().manual_seed(shard)
+    for sample, first, ids in zip(
+        table["sample_id"].to_pylist(), table["first_row"].to_pylist(), table["token_ids"].to_pylist(), strict=True
+    ):
+        states = torch.randn(len(ids), len(job.layer_ids), kit.HIDDEN, generator=generator)
+        if sample == spoil:
+            states[:, 1] = 0
+        writer.write_rows(first, memoryview(states.view(torch.uint8).numpy().reshape(-1)))
+        writer.write_token_ids(first, np.array(ids))
+    writer.close()
+    done = ShardDone(attempt=attempt, greedy={}, top1={}, refused={}, counters={"tokens": float(rows), "engine_s": 1.0})
+    return Captured(shard, attempt, path, table, done, engine={"vllm": "0"})
+
+
+def commit_all(job: Job) -> None:
+    for shard in pipeline.open_shards(job):
+        pipeline.commit_shard(job, captured(job, shard))
+
+
+def test_commit_validate_publish(job: Job) -> None:
+    assert len(job.plan.meta.shards) > 2
+    commit_all(job)
+    manifest = pipeline.publish(job, pipeline.validate(job))
+    assert manifest.accounting.published == 10
+    assert verify(job.root).problems == []
+    assert pipeline.publish(job, pipeline.validate(job)) == manifest
+    assert not list(job.spool.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("step", ["put_file", "create_exclusive", "put_bytes"])
+def test_a_commit_goes_on_after_the_store_was_away(job: Job, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The retry must find what the first try left: a sealed file, or one that is stored already."""
+    calls = 0
+    real = getattr(Root, step)
+
+    def away_once(self: Root, *arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise StoreUnavailableError("the store is away")
+        return real(self, *arguments)
+
+    [first] = job.plan.shard(0)["sample_id"].to_pylist()[:1]
+    shard = captured(job, 0, spoil=first)
+    monkeypatch.setattr(Root, step, away_once)
+    record = local.with_retries(lambda: pipeline.commit_shard(job, shard), delays_s=(0.0,))
+    assert calls >= 2
+    assert record.attempt == shard.attempt
+    assert [item.reason for item in record.excluded] == ["zero_row"]
+    assert job.root.exists(record.object or "")
+    assert not shard.path.exists()
+
+
+def test_the_second_worker_discards_its_own_shard(job: Job) -> None:
+    first, second = captured(job, 0), captured(job, 0, spoil=job.plan.shard(0)["sample_id"][0].as_py())
+    standing = pipeline.commit_shard(job, first)
+    assert pipeline.commit_shard(job, second) == standing
+    assert job.root.list(layout.SHARDS) == [Path(standing.object or "").name]
+
+
+def test_an_equal_shard_of_another_worker_is_kept(job: Job) -> None:
+    standing = pipeline.commit_shard(job, captured(job, 0))
+    assert pipeline.commit_shard(job, captured(job, 0)) == standing
+    assert job.root.exists(standing.object or "")
+
+
+def test_missing_shards_are_not_published(job: Job) -> None:
+    pipeline.commit_shard(job, captured(job, 0))
+    with pytest.raises(CheckFailedError, match="have no commit record"):
+        pipeline.validate(job)
+
+
+def test_below_the_threshold_nothing_is_published(job: Job) -> None:
+    spoiled = job.plan.shard(0)["sample_id"][0].as_py()
+    pipeline.commit_shard(job, captured(job, 0, spoil=spoiled))
+    commit_all(job)
+    with pytest.raises(IncompleteError, match=r"1 of 10 input rows .* zero_row 1") as caught:
+        pipeline.validate(job)
+    assert caught.value.exit_code == 3
+    assert job.root.exists(layout.quarantine_path(job.plan.fingerprint, spoiled))
+
+
+def test_spool_files_of_dead_runs_are_removed_and_no_others(job: Job) -> None:
+    dead = 2**22 + 1  # above the kernel's largest process id
+    names = {
+        f"{job.plan.fingerprint[:12]}-00000-{machine_id()}-{dead}-{new_attempt()}.tmp": False,
+        f"{job.plan.fingerprint[:12]}-00000-{machine_id()}-{os.getpid()}-{new_attempt()}.tmp": True,
+        f"{job.plan.fingerprint[:12]}-00000-0123456789ab-{dead}-{new_attempt()}.tmp": True,
+        f"{'0' * 12}-00000-{machine_id()}-{dead}-{new_attempt()}.tmp": True,
+    }
+    for name in names:
+        (job.spool / name).touch()
+    pipeline.clean_spool(job)
+    assert {name: (job.spool / name).exists() for name in names} == names
+
+
+def test_the_fingerprint_does_not_depend_on_the_folder_of_the_model(job: Job, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "model", tmp_path / "elsewhere")
+    again = prepare(
+        job.settings.model_copy(
+            update={"model": job.settings.model.model_copy(update={"path": str(tmp_path / "elsewhere")})}
+        )
+    )
+    assert again.plan.fingerprint == job.plan.fingerprint
+    changed = job.settings.model_copy(update={"chat": job.settings.chat.model_copy(update={"max_length": 40})})
+    with pytest.raises(RootConflictError, match=r"(?s)an unfinished plan of another job.*samples:.*allow_change"):
+        prepare(changed)
+    assert prepare(changed.model_copy(update={"allow_change": True})).plan.fingerprint != job.plan.fingerprint
+
+
+class TestRunShards:
+    """The loop that overlaps capture and commit."""
+
+    @staticmethod
+    def done(captured: Captured) -> Future[None]:
+        future: Future[None] = Future()
+        if captured.shard in captured.excluded:  # the test's own mark
+            future.set_exception(StoreUnavailableError(f"commit {captured.shard}"))
+        else:
+            future.set_result(None)
+        return future
+
+    @staticmethod
+    def make(folder: Path, failing: set[int]):
+        def capture(shard: int) -> Captured:
+            path = folder / f"{shard}.tmp"
+            path.touch()
+            return Captured(shard, "", path, None, None, list(failing))  # type: ignore[arg-type]
+
+        return capture
+
+    def test_the_first_failure_is_raised(self, tmp_path: Path) -> None:
+        capture = self.make(tmp_path, {1, 2})
+
+        def capture_but_not_3(shard: int) -> Captured:
+            if shard == 3:
+                raise RuntimeError("capture 3")
+            return capture(shard)
+
+        with pytest.raises(StoreUnavailableError, match="commit 1"):
+            local.run_shards(range(5), capture_but_not_3, self.done, lambda shard: None)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0.tmp"], "what failed to commit leaves no file"
+
+    def test_a_failed_capture_does_not_lose_the_commit_under_way(self, tmp_path: Path) -> None:
+        waited = []
+        capture = self.make(tmp_path, set())
+
+        def capture_but_not_1(shard: int) -> Captured:
+            if shard == 1:
+                raise RuntimeError("capture 1")
+            return capture(shard)
+
+        def commit(captured: Captured) -> Future[None]:
+            waited.append(captured.shard)
+            return self.done(captured)
+
+        with pytest.raises(RuntimeError, match="capture 1"):
+            local.run_shards(range(3), capture_but_not_1, commit, lambda shard: None)
+        assert waited == [0]
