@@ -20,6 +20,7 @@ from extract_core import local, pipeline
 from extract_core.engine.compat import engine_environment
 from extract_core.job import Job, prepare
 from extract_core.settings import load_job
+from extract_core.spool import RunFolder
 from extract_core.store import layout
 
 
@@ -29,7 +30,11 @@ def run(job_file: str, root: Path, rounds: int, overrides: dict[str, Any]) -> di
     job = prepare(load_job(job_file, {**overrides, "root": str(root)}))
     tokens = job.plan.meta.tokens
     pairs = []
-    with _Prefill(job, root) as prefill, pipeline.make_supervisor(job) as engine:
+    with (
+        _Prefill(job, root) as prefill,
+        RunFolder(job.spool) as folder,
+        pipeline.make_supervisor(job, folder) as engine,
+    ):
         engine.ready()
         for number in range(rounds + 1):
             bare_s = prefill.round()

@@ -438,13 +438,15 @@ def stray_engines(found: list[ProcessInfo]) -> Iterator[Finding]:
 
 def leftovers(root: str | None) -> Iterator[Finding]:
     """Files that killed runs left in the temporary folder and in a local root's spool."""
+    from extract_core.spool import ended_runs
+
     temp = Path(tempfile.gettempdir())
     dead: list[Path] = []
     for folder in (
         temp / "coresample-spool",
         *([Path(root).expanduser() / ".spool"] if root and "://" not in root else []),
     ):
-        dead += [path for path in _listing(folder) if (pid := spool_owner(path.name)) is not None and not _alive(pid)]
+        dead += ended_runs(folder)
     for path in _listing(temp):
         try:
             if path.name.startswith("coresample-plan-") and path.stat().st_mtime < _day_ago():
@@ -454,7 +456,7 @@ def leftovers(root: str | None) -> Iterator[Finding]:
     if not dead:
         yield Finding("ok", "leftovers", "none")
         return
-    logs = [path for path in dead if path.name.startswith("engine-logs-")]
+    logs = [path for path in dead if (path / "logs").is_dir()]
     total = sum(_size(path) for path in dead)
     what = f"{len(dead)} of ended runs, {_gib(total)}" + (f" ({len(logs)} folders of engine logs)" if logs else "")
     yield Finding(
@@ -463,12 +465,6 @@ def leftovers(root: str | None) -> Iterator[Finding]:
         f"{what}: {dead[0]}{' ...' if len(dead) > 1 else ''}",
         f"rm -r {' '.join(map(str, dead[:5]))}",
     )
-
-
-def spool_owner(name: str) -> int | None:
-    """The process that wrote a spool file or engine log folder; None for any other name."""
-    match = re.fullmatch(r"[0-9a-f]{12}-\d{5,}-(\d+)-[0-9a-f]+\.tmp|engine-logs-(\d+)", name)
-    return int(match[1] or match[2]) if match else None
 
 
 def _listing(folder: Path) -> list[Path]:
@@ -487,12 +483,6 @@ def _size(path: Path) -> int:
         except OSError:
             continue
     return total
-
-
-def _alive(pid: int) -> bool:
-    import psutil
-
-    return bool(psutil.pid_exists(pid))
 
 
 def _day_ago() -> float:

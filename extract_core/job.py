@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
 import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +59,17 @@ class Job:
         """Whether layer n is captured, from which the next token can be computed."""
         return self.layer_ids[-1] == self.model.n_layers
 
+    @property
+    def max_model_len(self) -> int:
+        """Positions of the engine: the truncation length (or the longest sample, where the job names none) and room.
+
+        vLLM never finishes a prompt that fills its limit, and some models choose their position encoding by it, so it
+        follows from the job rather than from the data wherever the job says something.
+        """
+        e = self.settings.engine
+        longest = self.settings.chat.max_length or self.plan.meta.longest
+        return e.max_model_len or min(longest + 2, self.model.max_length + 1)
+
     @cached_property
     def engine_spec(self) -> EngineSpec:
         """How the engine of this job is built."""
@@ -69,8 +77,7 @@ class Job:
         return EngineSpec(
             model=str(self.model.path),
             layer_ids=list(self.layer_ids),
-            # Room for the output token and one more: vLLM never finishes a prompt that fills its limit.
-            max_model_len=min(self.plan.meta.longest + 2, self.model.max_length + 1),
+            max_model_len=self.max_model_len,
             dtype=self.model.dtype,
             store_dtype=self.dtype,
             trust_remote_code=self.settings.model.trust_remote_code,
@@ -87,37 +94,18 @@ class Job:
             extra=e.extra,
         )
 
-    @cached_property
+    @property
     def spool(self) -> Path:
         """Local folder for shards being written: on the root's own disk where the root is local."""
         chosen = self.settings.store.spool
         if chosen is not None:
-            folder = Path(chosen).expanduser()
-        elif (local := self.root.local_path(".spool")) is not None:
-            folder = local
-        else:
-            folder = Path(tempfile.gettempdir()) / "coresample-spool"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def spool_path(self, shard: int, attempt: str) -> Path:
-        """Where one attempt writes one shard."""
-        return self.spool / f"{self.plan.fingerprint[:12]}-{shard:05d}-{machine_id()}-{os.getpid()}-{attempt}.tmp"
+            return Path(chosen).expanduser()
+        return self.root.local_path(".spool") or Path(tempfile.gettempdir()) / "coresample-spool"
 
     def published(self) -> Manifest | None:
         """The latest version if it is exactly this plan: then there is nothing to do."""
         latest = _latest(self.root)
         return latest if latest is not None and latest.fingerprint == self.plan.fingerprint else None
-
-
-@cache
-def machine_id() -> str:
-    """This machine since its last start: a process id means nothing on another one, or after a restart."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        boot = ""
-    return hashlib.sha256(f"{platform.node()} {boot}".encode()).hexdigest()[:12]
 
 
 def new_attempt() -> str:
@@ -181,6 +169,8 @@ def prepare(settings: JobSettings) -> Job:
     progress.stage("Reading model and data")
     checked = precheck(settings)
     root, tokenizer = checked.root, checked.tokenizer
+    if not root.is_local and not root.probe_exclusive():
+        progress.note(f"{root.url} has no conditional writes: let only one run work on it at a time")
     spec = checked.spec(
         settings, inputs=[{"name": Path(file.path).name, "sha256": file.sha256()} for file in checked.files]
     )
@@ -291,8 +281,9 @@ def _documents(root: Root) -> list[tuple[str, dict[str, Any]]]:
     latest = _latest(root)
     if latest is not None:
         return [(f"version {latest.version}", latest.spec)]
-    plans = [read_plan_meta(root, name) for name in root.list(layout.PLANS)]
-    return [("an unfinished plan", meta.spec) for meta in plans if meta is not None]
+    begun = [name for name in root.list(layout.PLANS) if root.list(f"{layout.PLANS}/{name}/commits")]
+    plans = [read_plan_meta(root, name) for name in begun]
+    return [("extracted shards", meta.spec) for meta in plans if meta is not None]
 
 
 def _latest(root: Root) -> Manifest | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from extract_core import pipeline
+from extract_core import pipeline, spool
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import CoresampleError
 from extract_core.job import Job, prepare
@@ -82,17 +82,18 @@ def extract(job: Job, engine: EngineSupervisor | None = None) -> None:
     todo = pipeline.open_shards(job)
     if not todo:
         return
-    pipeline.clean_spool(job)
+    spool.clean(job.spool)
     progress = ShardProgress(job, todo)
     with ExitStack() as stack:
+        folder = stack.enter_context(spool.RunFolder(job.spool))
         if engine is None:
-            engine = stack.enter_context(pipeline.make_supervisor(job))
+            engine = stack.enter_context(pipeline.make_supervisor(job, folder))
         if not engine.preflight:
-            with_retries(partial(pipeline.preflight, job, engine))
+            with_retries(partial(pipeline.preflight, job, engine, folder))
         committer = stack.enter_context(ThreadPoolExecutor(1, "commit"))
 
         def capture(shard: int) -> Captured:
-            return with_retries(partial(pipeline.capture_shard, job, engine, shard, progress.tokens))
+            return with_retries(partial(pipeline.capture_shard, job, engine, folder, shard, progress.tokens))
 
         def commit(captured: Captured) -> Future[CommitRecord]:
             return committer.submit(with_retries, partial(pipeline.commit_shard, job, captured))
@@ -137,8 +138,6 @@ def run_shards(
             except Exception as error:  # noqa: BLE001 - told, and the first failure is raised
                 if error is not first:
                     reporter().note(f"shard {captured.shard} was not committed either: {error}")
-            finally:
-                captured.path.unlink(missing_ok=True)
         raise
 
 

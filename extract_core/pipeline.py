@@ -7,7 +7,6 @@ a shard with a commit record is never extracted again, a published plan is never
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections import Counter
@@ -21,13 +20,21 @@ import pyarrow as pa
 
 from extract_core.checks.rows import RowFailure, SampleStats, check_sample_rows
 from extract_core.checks.run import CheckReport, check_run
-from extract_core.engine.preflight import PROMPTS
 from extract_core.engine.preflight import preflight as run_preflight
-from extract_core.engine.protocol import JobSample, Progress, ShardDone, ShardJob
+from extract_core.engine.protocol import JobSample, ShardDone, ShardJob
 from extract_core.engine.supervisor import KILLS_TO_QUARANTINE, EngineSupervisor
-from extract_core.errors import CheckFailedError, EngineCrashedError, IncompleteError
-from extract_core.job import Job, machine_id, new_attempt
+from extract_core.errors import (
+    CaptureError,
+    CheckFailedError,
+    CorruptDataError,
+    EngineCrashedError,
+    EngineError,
+    IncompleteError,
+    StoreError,
+)
+from extract_core.job import Job, new_attempt
 from extract_core.progress import reporter
+from extract_core.spool import RunFolder
 from extract_core.store import layout
 from extract_core.store.commits import read_commits, write_commit
 from extract_core.store.index import INDEX_SCHEMA, write_index
@@ -47,6 +54,11 @@ from extract_core.store.shard import SealedShard, Segment, seal_shard
 from extract_core.store.unsealed import UnsealedShard
 from extract_core.store.versions import publish as publish_version
 
+CAPTURE_FAULTS = frozenset({"shape", "row_count", "token_echo", "zero_row", "identical_rows"})
+"""Row failures that no sample can cause by itself: they stop the run instead of shrinking the dataset."""
+MOST_FAILED, MOST_FAILED_SHARE = 4, 0.05
+"""Samples of a shard that may fail their row checks before it is the machine's fault."""
+
 
 @dataclass
 class Captured:
@@ -61,14 +73,16 @@ class Captured:
     engine: dict[str, Any] = field(default_factory=dict)
     record: CommitRecord | None = None
     """Set when the rows are checked and the file is sealed: a commit that is tried again goes on from there."""
+    stored: bool = False
+    """The sealed file is in the store and durable."""
 
 
-def make_supervisor(job: Job) -> EngineSupervisor:
+def make_supervisor(job: Job, folder: RunFolder) -> EngineSupervisor:
     """The engine of a job; it starts at the first shard."""
     engine = job.settings.engine
     return EngineSupervisor(
         job.engine_spec,
-        job.spool / f"engine-logs-{os.getpid()}",
+        folder.logs,
         start_timeout_s=engine.start_timeout_s,
         step_timeout_s=engine.step_timeout_s,
         on_stage=lambda stage: reporter().note(f"engine: {stage}"),
@@ -77,41 +91,32 @@ def make_supervisor(job: Job) -> EngineSupervisor:
 
 def open_shards(job: Job) -> list[int]:
     """Shards of the plan that have no commit record yet."""
-    done = read_commits(job.root, job.plan.fingerprint)
+    done = {layout.commit_shard(name) for name in job.root.list(layout.commits_dir(job.plan.fingerprint))}
     return [shard.index for shard in job.plan.meta.shards if shard.index not in done]
 
 
-def clean_spool(job: Job) -> None:
-    """Remove spool files of this plan that a killed run on this machine left behind."""
-    for path in job.spool.glob(f"{job.plan.fingerprint[:12]}-*.tmp"):
-        *_, machine, pid, _attempt = path.name.split("-")
-        if machine == machine_id() and not _alive(int(pid)):
-            path.unlink(missing_ok=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def capture_shard(
-    job: Job, engine: EngineSupervisor, shard: int, on_tokens: Callable[[int], None] = lambda tokens: None
+    job: Job,
+    engine: EngineSupervisor,
+    folder: RunFolder,
+    shard: int,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Captured:
     """Run one shard through the engine, leaving out samples that kill it.
 
+    An engine that dies is replaced here: the samples it held run alone, so that the one that kills it is known the
+    second time, and the others go on.
+
     Args:
         job: the job.
-        engine: its engine; replaced inside when it dies.
+        engine: its engine.
+        folder: this run's part of the spool.
         shard: index in the plan.
         on_tokens: called with the tokens of this shard computed so far.
 
     Raises:
-        EngineCrashedError: the engine died and no sample could be blamed; trying again may help.
+        EngineCrashedError: the engine died and no sample could be blamed (trying again may help), or so many were to
+            blame that it is not the samples.
         CaptureError: rows did not arrive where they belong.
         NoSpaceError: the spool is full.
     """
@@ -122,33 +127,36 @@ def capture_shard(
             table["sample_id"].to_pylist(), table["first_row"].to_pylist(), table["token_ids"], strict=True
         )
     ]
-    rows = job.plan.meta.shards[shard].rows
     excluded: dict[str, Excluded] = {}
     while True:
         attempt = new_attempt()
-        path = job.spool_path(shard, attempt)
+        path = folder.shard(shard, attempt)
         request = ShardJob(
             attempt=attempt,
             path=str(path),
-            rows=rows,
+            rows=job.plan.meta.shards[shard].rows,
             samples=[s for s in samples if s.sample_id not in excluded],
             solo=engine.suspects(),
             want_top1=job.captures_last,
         )
+        suspected = set(engine.suspects())
         try:
-            done = engine.extract(request, lambda progress: _report(progress, on_tokens))
+            done = engine.extract(request, lambda progress: on_tokens(progress.tokens))
         except EngineCrashedError as error:
             path.unlink(missing_ok=True)
-            named = [sample for sample in engine.killers() if sample not in excluded]
-            if not named:
+            killers = [sample for sample in engine.killers() if sample not in excluded]
+            if not killers and not set(engine.suspects()) - suspected:
                 raise
-            for sample in named:
-                excluded[sample] = Excluded(
-                    sample_id=sample,
-                    reason="kills_engine",
-                    detail=f"the engine died {KILLS_TO_QUARANTINE} times with it in flight; last: {error}",
-                    attempts=KILLS_TO_QUARANTINE,
-                )
+            excluded.update((sample, _killer(sample, error)) for sample in killers)
+            engine.blamed += len(killers)
+            if engine.blamed > most_killers(job):
+                raise EngineError(
+                    f"the engine was killed by {engine.blamed} different samples, more than this job may lose; it is "
+                    f"rather the engine or the machine. Last: {error}",
+                    engine_traceback=error.engine_traceback,
+                    log_tail=error.log_tail,
+                ) from error
+            reporter().note(f"shard {shard}: {error}; replacing the engine")
             continue
         except BaseException:
             path.unlink(missing_ok=True)
@@ -157,32 +165,39 @@ def capture_shard(
     for sample, why in done.refused.items():
         reason, _, detail = why.partition(": ")
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
-    return Captured(
-        shard, attempt, path, table, done, list(excluded.values()), {**engine.info, "preflight": engine.preflight}
+    info = {**engine.info, "preflight": engine.preflight}
+    return Captured(shard, attempt, path, table, done, list(excluded.values()), info)
+
+
+def _killer(sample: str, error: EngineCrashedError) -> Excluded:
+    return Excluded(
+        sample_id=sample,
+        reason="kills_engine",
+        detail=f"the engine died {KILLS_TO_QUARANTINE} times with it in flight; last: {error}",
+        attempts=KILLS_TO_QUARANTINE,
     )
 
 
-def preflight(job: Job, engine: EngineSupervisor) -> dict[str, Any]:
+def most_killers(job: Job) -> int:
+    """Samples that may be blamed for the engine's deaths in one run, before the engine itself is."""
+    return max(4, int((1 - job.settings.completeness) * job.plan.meta.input))
+
+
+def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str, Any]:
     """Self-test of the engine on the first real samples; its figures go into every commit record.
 
     Raises:
         PreflightError, EngineError: nothing is extracted.
     """
-    prompts = [ids.values.to_numpy() for ids in job.plan.shard(0)["token_ids"][:PROMPTS]]
-    figures = run_preflight(
+    engine.preflight = run_preflight(
         engine,
-        prompts,
+        [ids.values.to_numpy() for ids in job.plan.shard(0)["token_ids"]],
         layer_ids=job.layer_ids,
         compute_dtype=job.model.dtype,
-        spool=job.spool,
+        folder=folder.path,
         want_top1=job.captures_last,
     )
-    engine.preflight = figures
-    return figures
-
-
-def _report(progress: Progress, on_tokens: Callable[[int], None]) -> None:
-    on_tokens(progress.tokens)
+    return engine.preflight
 
 
 def commit_shard(job: Job, captured: Captured) -> CommitRecord:
@@ -197,16 +212,20 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     if captured.record is None:
         captured.record = _check_and_seal(job, captured)
     record = captured.record
-    if record.object is not None and captured.path.exists():  # put_file takes the file away once it is durable
+    if record.object is not None and not captured.stored:
         job.root.put_file(captured.path, record.object)
-    for item in record.excluded:
+        captured.stored = True
+    standing = write_commit(job.root, record)
+    for item in standing.excluded:
         job.root.put_bytes(
             layout.quarantine_path(job.plan.fingerprint, item.sample_id),
             canonical_json(item.model_dump(mode="json") | {"shard": captured.shard}),
         )
-    standing = write_commit(job.root, record)
     if record.object is not None and standing.object != record.object:
-        job.root.delete(record.object)  # another worker's record stands and names other bytes
+        try:  # another worker's record stands and names other bytes
+            job.root.delete(record.object)
+        except StoreError as error:
+            reporter().note(f"{record.object} is not needed but could not be deleted: {error}")
     captured.path.unlink(missing_ok=True)
     return standing
 
@@ -261,16 +280,29 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
                 layer_ids=job.layer_ids,
             )
             if isinstance(result, RowFailure):
+                if result.reason in CAPTURE_FAULTS:
+                    raise CaptureError(
+                        f"shard {captured.shard}, sample {sample}: {result.reason}: {result.detail}. Such rows "
+                        "come from the capture, not from the sample; nothing of this shard is kept"
+                    )
                 excluded[sample] = Excluded(sample_id=sample, reason=result.reason, detail=result.detail)
             else:
                 stats[sample] = result
+    failed = len(excluded) - len(captured.excluded)
+    if failed > max(MOST_FAILED, MOST_FAILED_SHARE * len(columns)):
+        reasons = Counter(item.reason for item in excluded.values())
+        raise CaptureError(
+            f"shard {captured.shard}: {failed} of {len(columns)} samples fail their row checks ({dict(reasons)}); so "
+            "many are not the samples' fault. Nothing of this shard is kept; check the machine, the dtype "
+            "(model.dtype) and the model"
+        )
     return stats, list(excluded.values())
 
 
 def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedShard:
     # Only what every attempt at this shard would write: the digest must not depend on who wrote it or when.
     provenance = {
-        "model": job.model.name,
+        "architecture": job.model.architecture,
         "fingerprint": job.plan.fingerprint,
         "shard": str(captured.shard),
         "norm_state": "pre",
@@ -329,13 +361,14 @@ def validate(job: Job) -> CheckReport:
         IncompleteError: too many rows malformed or quarantined; nothing is published (exit 3).
     """
     commits = read_commits(job.root, job.plan.fingerprint)
-    planned = {index: table["sample_id"].to_pylist() for index, table in enumerate(job.plan.shards())}
+    planned = job.plan.sample_ids()
     missing = sorted(set(planned) - set(commits))
     if missing:
         raise CheckFailedError(
             f"{len(missing)} of {len(planned)} shards have no commit record (first {missing[0]}); run the job again, "
             "it goes on from the commit records"
         )
+    _stored_whole(job, commits)
     accounting = account(job, commits)
     lost = job.plan.meta.malformed + sum(accounting.quarantined.values())
     share = 1 - lost / accounting.input
@@ -346,7 +379,8 @@ def validate(job: Job) -> CheckReport:
             f"{job.settings.completeness} and nothing is published. By reason: "
             + ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
             + f". Rows are named in {job.root.url}/{layout.dropped_path(job.plan.fingerprint)} and "
-            f"{layout.quarantine_dir(job.plan.fingerprint)}; mend them, or lower completeness"
+            f"{layout.quarantine_dir(job.plan.fingerprint)}; mend them, or lower completeness. To extract quarantined "
+            f"samples again, delete the commit records of their shards: {_commits_with_excluded(job, commits)}"
         )
     report = check_run(commits, planned, accounting, layer_ids=job.layer_ids, settings=job.settings.checks)
     if not report.passed:
@@ -356,6 +390,28 @@ def validate(job: Job) -> CheckReport:
         ]
         raise CheckFailedError("the extracted rows fail these checks, nothing is published:\n" + "\n".join(lines))
     return report
+
+
+def _stored_whole(job: Job, commits: dict[int, CommitRecord]) -> None:
+    """Every shard that a commit record names is there and has its size; its bytes are for ``verify``."""
+    for shard, commit in sorted(commits.items()):
+        if commit.object is None:
+            continue
+        try:
+            size = job.root.size(commit.object)
+        except FileNotFoundError:
+            size = -1
+        if size != commit.nbytes:
+            found = "is missing" if size < 0 else f"has {size} bytes"
+            raise CorruptDataError(
+                f"{job.root.url}/{commit.object} {found}, its commit record says {commit.nbytes} bytes; delete "
+                f"{layout.commit_path(job.plan.fingerprint, shard)} and run the job again to extract that shard anew"
+            )
+
+
+def _commits_with_excluded(job: Job, commits: dict[int, CommitRecord]) -> str:
+    paths = [layout.commit_path(job.plan.fingerprint, s) for s, c in sorted(commits.items()) if c.excluded]
+    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "") or "none"
 
 
 def publish(job: Job, report: CheckReport, *, started: float | None = None) -> Manifest:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -51,6 +51,33 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_SECRETS = {"key", "secret", "token", "password", "secret_key", "access_key", "aws_secret_access_key", "account_key"}
+
+
+def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
+    """Storage options without secrets: jobs are stored, logged and shown in Prefect's UI.
+
+    Raises:
+        ValueError: names the option and where it belongs.
+    """
+    found = sorted(name for name in _flat_names(options) if name.lower() in _SECRETS)
+    if found:
+        raise ValueError(
+            f"{', '.join(found)} is a secret and must not be in a job; set it in the environment (AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ...) or in the client's own configuration file"
+        )
+    return options
+
+
+def _flat_names(options: dict[str, Any]) -> list[str]:
+    return [
+        n for name, value in options.items() for n in (name, *(_flat_names(value) if isinstance(value, dict) else ()))
+    ]
+
+
+StorageOptions = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
+
+
 class ModelSettings(_Section):
     """The target model; ``path`` is a local directory or a hub id."""
 
@@ -72,7 +99,7 @@ class DataSettings(_Section):
     format: Literal["auto", "jsonl", "parquet", "hf"] = Field("auto", description="Input format; auto by name.")
     split: str = Field("train", description="Split name recorded for every sample (and chosen in an HF DatasetDict).")
     limit: int | None = Field(None, gt=0, description="Use only the first N rows.")
-    storage_options: dict[str, Any] = Field(
+    storage_options: StorageOptions = Field(
         default_factory=dict, description="fsspec options of the input (endpoint_url, profile, anon ...); no secrets."
     )
 
@@ -106,6 +133,9 @@ class EngineSettings(_Section):
 
     max_num_batched_tokens: int | None = Field(None, gt=0, description="Tokens of one step; also the chunk size.")
     max_num_seqs: int | None = Field(None, gt=0, description="Samples in flight in one step.")
+    max_model_len: int | None = Field(
+        None, ge=3, description="Positions of the engine; default: chat.max_length (or the longest sample) and two."
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV cache.")
     kv_cache_bytes: ByteSize | None = Field(None, description="KV cache size; default on CPU 1 GiB, on GPU vLLM's.")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that hold one copy of the model.")
@@ -132,7 +162,7 @@ class StoreSettings(_Section):
     spool: str | None = Field(
         None, description="Local folder for shards being written; default: beside a local root, else the temp folder."
     )
-    storage_options: dict[str, Any] = Field(
+    storage_options: StorageOptions = Field(
         default_factory=dict, description="fsspec options of the root (endpoint_url, profile, anon ...); no secrets."
     )
 
@@ -282,7 +312,8 @@ def _explain(error: ValidationError, source: str) -> str:
             lines.append(f"{source}: field {field!r} is required and missing")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{source}: field {field!r}: {message}; got {item['input']!r}")
+            came = "" if "storage_options" in item["loc"] else f"; got {item['input']!r}"  # may hold a secret
+            lines.append(f"{source}: field {field!r}: {message}{came}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ import time
 from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from extract_core import pipeline
+from extract_core import pipeline, spool
 from extract_core.job import Job
 from extract_core.local import RunResult, run_shards
 from extract_core.progress import reporter
@@ -52,13 +52,13 @@ def extract_shards(job: Job) -> None:
     todo = pipeline.open_shards(job)
     if not todo:
         return
-    pipeline.clean_spool(job)
+    spool.clean(job.spool)
     progress = artifacts.ProgressArtifact(job, todo)
-    with pipeline.make_supervisor(job) as engine:
-        preflight(job, engine)
+    with spool.RunFolder(job.spool) as folder, pipeline.make_supervisor(job, folder) as engine:
+        preflight(job, engine, folder)
         run_shards(
             todo,
-            lambda shard: capture_shard(job, engine, shard, progress),
+            lambda shard: capture_shard(job, engine, folder, shard, progress),
             lambda captured: commit_shard.submit(job, captured),
             progress.shard_done,
         )

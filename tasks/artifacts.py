@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -16,6 +17,7 @@ from prefect.artifacts import (
 
 from extract_core.job import Job
 from extract_core.local import ShardProgress
+from extract_core.progress import reporter
 from extract_core.store.records import CommitRecord, Manifest
 
 _UPDATE_EVERY_S = 5.0
@@ -26,6 +28,15 @@ def key(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
 
 
+@contextmanager
+def told_not_raised(what: str) -> Iterator[None]:
+    """What is only shown must not end hours of work: a failure of Prefect's API becomes a note."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - told to the user
+        reporter().note(f"the {what} artifact could not be written: {type(error).__name__}: {error}")
+
+
 class ProgressArtifact(ShardProgress):
     """Shard progress that also moves a progress bar in the Prefect UI, every few seconds at most."""
 
@@ -33,11 +44,13 @@ class ProgressArtifact(ShardProgress):
         super().__init__(job, todo)
         self._total = sum(self._rows[shard] for shard in todo)
         self._updated = 0.0
-        self._artifact: UUID = create_progress_artifact(  # type: ignore[assignment]
-            progress=0.0,
-            key=key("progress", job.plan.fingerprint[:12]),
-            description=f"Tokens extracted of {self._total:,}",
-        )
+        self._artifact: UUID | None = None
+        with told_not_raised("progress"):
+            self._artifact = create_progress_artifact(  # type: ignore[assignment]
+                progress=0.0,
+                key=key("progress", job.plan.fingerprint[:12]),
+                description=f"Tokens extracted of {self._total:,}",
+            )
 
     def tokens(self, of_shard: int) -> None:
         """``of_shard`` tokens of the current shard are computed."""
@@ -53,7 +66,9 @@ class ProgressArtifact(ShardProgress):
         now = time.monotonic()
         if force or now - self._updated > _UPDATE_EVERY_S:
             self._updated = now
-            update_progress_artifact(self._artifact, progress=round(100.0 * done / max(1, self._total), 1))
+            if self._artifact is not None:
+                with told_not_raised("progress"):
+                    update_progress_artifact(self._artifact, progress=round(100.0 * done / max(1, self._total), 1))
 
 
 def shard_table(job: Job, commits: Mapping[int, CommitRecord]) -> None:
@@ -71,11 +86,12 @@ def shard_table(job: Job, commits: Mapping[int, CommitRecord]) -> None:
         }
         for shard, commit in sorted(commits.items())
     ]
-    create_table_artifact(
-        table=rows,
-        key=key("shards", job.plan.fingerprint[:12]),
-        description=f"{len(rows)} of {len(job.plan.meta.shards)} shards of plan {job.plan.fingerprint} are committed",
-    )
+    with told_not_raised("shard table"):
+        create_table_artifact(
+            table=rows,
+            key=key("shards", job.plan.fingerprint[:12]),
+            description=f"{len(rows)} of {len(job.plan.meta.shards)} shards of plan {job.plan.fingerprint} committed",
+        )
 
 
 def summary(job: Job, manifest: Manifest, *, new: bool) -> None:
@@ -85,19 +101,20 @@ def summary(job: Job, manifest: Manifest, *, new: bool) -> None:
         f"| {name} | {'pass' if result['passed'] else 'FAIL'} | {result['value']} | {result['detail']} |"
         for name, result in manifest.checks.items()
     )
-    create_markdown_artifact(
-        key=key("summary", job.plan.fingerprint[:12]),
-        description=f"Version {manifest.version} of {job.root.url}",
-        markdown=(
-            f"# {job.root.url} version {manifest.version}\n\n"
-            + ("" if new else "Nothing changed: this plan was published already, nothing ran.\n\n")
-            + f"- model `{job.model.name}`, layers {manifest.layer_ids} of {manifest.n_layers}, {manifest.dtype}, "
-            f"last layer before the final norm\n"
-            f"- {t.samples:,} samples, {t.tokens:,} tokens, {t.bytes / 1e6:,.1f} MB, "
-            f"{manifest.timings.get('tokens_per_s', 0.0):,.0f} tokens/s in the engine\n"
-            f"- {a.input} input = {a.published} published + {a.duplicates} duplicates + "
-            f"{sum(a.dropped.values())} dropped + {sum(a.quarantined.values())} quarantined\n"
-            f"- fingerprint `{manifest.fingerprint}`\n\n"
-            f"| check | result | value | detail |\n|---|---|---|---|\n{checks}\n"
-        ),
-    )
+    with told_not_raised("summary"):
+        create_markdown_artifact(
+            key=key("summary", job.plan.fingerprint[:12]),
+            description=f"Version {manifest.version} of {job.root.url}",
+            markdown=(
+                f"# {job.root.url} version {manifest.version}\n\n"
+                + ("" if new else "Nothing changed: this plan was published already, nothing ran.\n\n")
+                + f"- model `{job.model.name}`, layers {manifest.layer_ids} of {manifest.n_layers}, {manifest.dtype}, "
+                f"last layer before the final norm\n"
+                f"- {t.samples:,} samples, {t.tokens:,} tokens, {t.bytes / 1e6:,.1f} MB, "
+                f"{manifest.timings.get('tokens_per_s', 0.0):,.0f} tokens/s in the engine\n"
+                f"- {a.input} input = {a.published} published + {a.duplicates} duplicates + "
+                f"{sum(a.dropped.values())} dropped + {sum(a.quarantined.values())} quarantined\n"
+                f"- fingerprint `{manifest.fingerprint}`\n\n"
+                f"| check | result | value | detail |\n|---|---|---|---|\n{checks}\n"
+            ),
+        )

@@ -22,6 +22,7 @@ from extract_core.local import RETRIES, ShardProgress, is_retryable
 from extract_core.pipeline import Captured
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
+from extract_core.spool import RunFolder
 from extract_core.store.records import CommitRecord, Manifest
 
 
@@ -54,15 +55,17 @@ def plan_job(settings: JobSettings) -> Job:
 
 
 @task(name="preflight", task_run_name="preflight", **_OPTIONS)
-def preflight(job: Job, engine: EngineSupervisor) -> dict[str, Any]:
+def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str, Any]:
     """Start the engine and test the capture on the first real samples."""
-    return pipeline.preflight(job, engine)
+    return pipeline.preflight(job, engine, folder)
 
 
 @task(name="capture-shard", task_run_name="capture-shard-{shard:05d}", **_OPTIONS)
-def capture_shard(job: Job, engine: EngineSupervisor, shard: int, progress: ShardProgress) -> Captured:
+def capture_shard(
+    job: Job, engine: EngineSupervisor, folder: RunFolder, shard: int, progress: ShardProgress
+) -> Captured:
     """Run one shard through the engine; called directly, so that a cancelled flow stops it."""
-    return pipeline.capture_shard(job, engine, shard, progress.tokens)
+    return pipeline.capture_shard(job, engine, folder, shard, progress.tokens)
 
 
 @task(name="commit-shard", task_run_name="commit-shard-{captured.shard:05d}", **_OPTIONS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Annotated
 
 import typer
 
 from extract_core.cli import dataset, machine, work
+from extract_core.cli.common import on_sigterm
 
 app = typer.Typer(
     name="coresample",
@@ -44,7 +46,8 @@ app.command("inspect")(dataset.inspect)
 
 
 def main() -> None:
-    """Entry point of the console script; ends the process with 0, 1, 2, 3 or 130."""
+    """Entry point of the console script; ends the process with 0, 1, 2, 3, 130 (Ctrl-C) or 143 (SIGTERM)."""
+    signal.signal(signal.SIGTERM, on_sigterm)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     app()

@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 INTERRUPTED = 130
+TERMINATED = 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a command like Ctrl-C does, so that engine, spool and private server are put away."""
+
+
+def on_sigterm(*_: object) -> None:
+    """Signal handler for SIGTERM."""
+    raise Terminated
+
+
 _LOG_LINES = 50
 _WIDE = 250
 
@@ -129,8 +141,8 @@ def guarded(command: Callable[P, int | None]) -> Callable[P, None]:
         except BrokenPipeError:
             _forget_stdout()
             code = 1
-        except KeyboardInterrupt:
-            code = INTERRUPTED
+        except KeyboardInterrupt as error:
+            code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
             text = f"interrupted{_KEPT}" if command.__name__ == "run" else "interrupted"
             _report("KeyboardInterrupt", text, code, as_json)
         except BaseException as error:

@@ -26,7 +26,7 @@ def enable_capture(model_runner: Any, layer_ids: Sequence[int]) -> None:
     if not supports_eagle3(model) or not hasattr(model, "set_aux_hidden_state_layers"):
         raise EngineIncompatibleError(
             f"{type(model).__name__} has no auxiliary hidden states in this vLLM (SupportsEagle3 is missing); try "
-            'engine.extra: {model_impl: "transformers"}, or a model of a supported family (docs/compatibility.md)'
+            'engine.extra: {model_impl: "transformers"}, or a model whose class in vLLM supports EAGLE-3'
         )
     model.set_aux_hidden_state_layers(tuple(layer_ids))
     # On runner V2 only after load_model: with the flag set earlier its load asserts a speculative config.

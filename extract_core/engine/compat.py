@@ -1,7 +1,7 @@
 """Everything that differs between vLLM versions, one function each.
 
 Choices are made by inspecting signatures and attributes; a missing piece is an ``EngineIncompatibleError`` that names
-it. Facts by version are in docs/compatibility.md.
+it.
 """
 
 from __future__ import annotations
@@ -62,17 +62,18 @@ def build_core(spec: EngineSpec) -> EngineCore:
     from vllm.v1.executor.abstract import Executor
 
     where = platform()
+    refuse_extra(spec.extra)
+    tokens = spec.max_num_batched_tokens or (2048 if where == "cpu" else 16384)
     eager = spec.enforce_eager if spec.enforce_eager is not None else where == "cpu"
     arguments: dict[str, Any] = {
         "model": spec.model,
         "tokenizer": spec.model,
         "skip_tokenizer_init": True,
-        "revision": spec.revision,
         "trust_remote_code": spec.trust_remote_code,
         "dtype": spec.dtype,
         "max_model_len": spec.max_model_len,
-        "max_num_batched_tokens": spec.max_num_batched_tokens or (2048 if where == "cpu" else 16384),
-        "max_num_seqs": spec.max_num_seqs or 256,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": spec.max_num_seqs or min(256, tokens),
         "tensor_parallel_size": spec.tensor_parallel_size,
         "enforce_eager": eager,
         "quantization": spec.quantization,
@@ -82,7 +83,7 @@ def build_core(spec: EngineSpec) -> EngineCore:
         "worker_cls": WORKERS[where],
         "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
         # Part of vLLM's compile key: without it a cached graph that returns other layers is picked up silently.
-        "additional_config": {"coresample": _worker_config(spec)},
+        "additional_config": {"coresample": {"layers": ",".join(str(k) for k in spec.layer_ids)}},
         "disable_log_stats": True,
         "seed": 0,
     }
@@ -95,23 +96,64 @@ def build_core(spec: EngineSpec) -> EngineCore:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
     arguments.update(spec.extra)
     known = set(inspect.signature(EngineArgs).parameters)
-    unknown = sorted(set(arguments) - known)
-    if unknown and set(unknown) <= set(spec.extra):
+    unknown = sorted(set(spec.extra) - known)
+    if unknown:
         raise EngineIncompatibleError(f"engine.extra names {unknown}, which this vLLM's EngineArgs does not have")
-    missing = sorted(set(unknown) - {"kv_cache_memory_bytes"})
+    # Without it the CPU cache is sized by VLLM_CPU_KVCACHE_SPACE, set above.
+    missing = sorted(set(arguments) - known - {"kv_cache_memory_bytes"})
     if missing:
         raise EngineIncompatibleError(f"this vLLM's EngineArgs has no {missing}; supported are vLLM 0.16 to 0.33")
     config = EngineArgs(**{k: v for k, v in arguments.items() if k in known}).create_engine_config()
     return EngineCore(config, Executor.get_class(config), False)
 
 
-def _worker_config(spec: EngineSpec) -> dict[str, Any]:
-    return {
-        "layers": ",".join(str(k) for k in spec.layer_ids),
-        "store_dtype": spec.store_dtype,
-        "buffer_bytes": spec.buffer_bytes,
-        "writer_threads": spec.writer_threads,
-    }
+_OWN_SETTINGS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
+    "additional_config": "layers",
+    "distributed_executor_backend": "engine.tensor_parallel_size",
+    **{
+        name: f"engine.{name}"
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "gpu_memory_utilization",
+            "tensor_parallel_size",
+            "enforce_eager",
+            "quantization",
+            "load_format",
+        )
+    },
+    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+}
+_UNSAFE = {
+    "enable_prefix_caching": "requests would come without block hashes",
+    "skip_tokenizer_init": "token ids go in, no text",
+    "speculative_config": "a step would have rows of tokens that are not in the sample",
+    "pipeline_parallel_size": "only the last stage returns hidden states",
+    "data_parallel_size": "idle ranks run steps that are not captured; start one run per GPU group instead",
+    "prefill_context_parallel_size": "a rank holds only its share of the rows",
+    "decode_context_parallel_size": "a rank holds only its share of the rows",
+    "enable_dbo": "a step is split into micro-batches whose hidden states are joined wrongly",
+    "kv_sharing_fast_prefill": "blocks are skipped for prompt tokens",
+    "kv_transfer_config": "rows that another engine computed never pass through here",
+}
+
+
+def refuse_extra(extra: dict[str, Any]) -> None:
+    """Refuse engine arguments that have a setting of their own, or that would make rows wrong or missing.
+
+    Raises:
+        EngineIncompatibleError: names each with its setting or the reason.
+    """
+    problems = [f"{name} is set by {_OWN_SETTINGS[name]}" for name in sorted(set(extra) & set(_OWN_SETTINGS))]
+    problems += [f"{name} is not possible: {_UNSAFE[name]}" for name in sorted(set(extra) & set(_UNSAFE))]
+    if problems:
+        raise EngineIncompatibleError("engine.extra: " + "; ".join(problems))
 
 
 def make_request(core: EngineCore, request_id: str, token_ids: list[int]) -> Any:
@@ -173,13 +215,13 @@ def refuse_without_hasher(core: EngineCore, request: Any) -> None:
 
 
 def hash_block_size(core: EngineCore) -> int:
-    """Tokens per hashed block of the prefix cache."""
+    """Tokens per hashed block of the prefix cache (renamed argument of the hasher's factory in 0.24)."""
     hasher = getattr(core, "request_block_hasher", None)
-    if hasher is not None:
-        names = inspect.getclosurevars(hasher).nonlocals
+    if hasher is not None and hasher.__closure__ is not None:
+        cells = dict(zip(hasher.__code__.co_freevars, hasher.__closure__, strict=True))
         for name in ("hash_block_size", "block_size"):
-            if name in names:
-                return int(names[name])
+            if name in cells:
+                return int(cells[name].cell_contents)
     return int(core.vllm_config.cache_config.block_size)
 
 
@@ -218,16 +260,20 @@ def first_positions(scheduler_output: Any) -> dict[str, int]:
     return firsts
 
 
-def one_step(core: EngineCore) -> list[Any]:
-    """One two-phase step (execute_model, then sample_tokens) of the engine; the request outputs it yields."""
+def one_step(core: EngineCore) -> tuple[list[Any], bool]:
+    """One two-phase step (execute_model, then sample_tokens) of the engine.
+
+    Returns:
+        the request outputs it yields, and whether the model ran.
+    """
     step: Callable[[], tuple[dict[int, Any] | None, bool]] = getattr(core, "step_fn", core.step)
     outputs, executed = step()
     core.post_step(executed)
-    return [output for group in (outputs or {}).values() for output in group.outputs]
+    return [output for group in (outputs or {}).values() for output in group.outputs], executed
 
 
 def engine_info(core: EngineCore) -> dict[str, Any]:
-    """Versions and settings that decide the values, for fingerprint and provenance."""
+    """Versions and settings as the engine has them, for the provenance in commit records."""
     import torch
     import transformers
     import vllm

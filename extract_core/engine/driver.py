@@ -71,7 +71,8 @@ class EngineDriver:
         self.core.reset_prefix_cache()  # a shard stands alone, whatever ran before
         ids = {f"{job.attempt}-{n}": s for n, s in enumerate(accepted)}
         places = {rid: (s.first_row, len(s.token_ids) // 4) for rid, s in ids.items()}
-        self._rpc("capture_begin", job.path, job.rows, places)
+        spec = self.spec
+        self._rpc("capture_begin", job.path, job.rows, places, spec.store_dtype, spec.buffer_bytes, spec.writer_threads)
         run = _Run(self.core, report)
         alone = set(job.solo)
         for rid, sample in ids.items():
@@ -116,7 +117,7 @@ class _Run:
         self._finished: list[str] = []
         self._in_flight: dict[str, JobSample] = {}
         self._done_tokens = 0
-        self._steps = 0
+        self._steps = self._reported_steps = 0
         self._last_report = 0.0
 
     def feed(self, samples: Iterable[tuple[str, JobSample]], *, ahead: int, announce: bool = False) -> None:
@@ -140,7 +141,8 @@ class _Run:
             self._step()
 
     def _step(self) -> None:
-        for output in compat.one_step(self._core):
+        outputs, executed = compat.one_step(self._core)
+        for output in outputs:
             if output.finish_reason is None:
                 continue
             sample = self._in_flight.pop(output.request_id)
@@ -152,11 +154,15 @@ class _Run:
             self.tokens[output.request_id] = int(output.new_token_ids[0])
             self._finished.append(sample.sample_id)
             self._done_tokens += len(sample.token_ids) // 4
-        self._steps += 1
+        self._steps += executed
 
     def _send(self, *, force: bool = False) -> None:
+        # A message means progress: an engine that spins without running the model must look hung.
+        if not (self._entered or self._finished or self._steps > self._reported_steps):
+            return
         now = time.monotonic()
         if not force and now - self._last_report < _REPORT_EVERY_S:
             return
+        self._reported_steps = self._steps
         self._report(Progress(self._entered, self._finished, self._done_tokens, self._steps))
         self._entered, self._finished, self._last_report = [], [], now

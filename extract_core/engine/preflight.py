@@ -16,11 +16,11 @@ import numpy as np
 from extract_core.checks.rows import RowFailure, check_sample_rows
 from extract_core.engine.protocol import JobSample, ShardDone, ShardJob
 from extract_core.engine.supervisor import EngineSupervisor
-from extract_core.errors import PreflightError
+from extract_core.errors import EngineCrashedError, PreflightError
 from extract_core.store.unsealed import UnsealedShard
 
-PROMPTS, TOKENS = 4, 160
-"""How many prompts of at most how many tokens."""
+PROMPTS, TOKENS, SETS = 4, 160, 3
+"""How many prompts of at most how many tokens, and how many such sets are tried."""
 CHUNK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest relative difference, at the 90th percentile of rows, between a prefill in chunks and a whole one. A chunk
 that misses its context is off by about 1; single rows may differ more where a mixture's router is near a tie."""
@@ -34,17 +34,20 @@ def preflight(
     *,
     layer_ids: Sequence[int],
     compute_dtype: str,
-    spool: Path,
+    folder: Path,
     want_top1: bool,
 ) -> dict[str, Any]:
     """Run the self-test; starts the engine if it does not run.
 
+    A sample may be bad in itself (it kills the engine, its states overflow): when one set of prompts fails in such a
+    way, others are tried, and the samples are judged later, each on its own.
+
     Args:
         engine: the job's engine.
-        prompts: token ids of real samples; the first ``PROMPTS`` are used, cut to ``TOKENS``.
+        prompts: token ids of real samples; ``PROMPTS`` at a time are used, cut to ``TOKENS``.
         layer_ids: what the engine captures, ascending.
         compute_dtype: dtype of the forward; decides the tolerance.
-        spool: folder for the two probe files.
+        folder: for the probe files.
         want_top1: layer n is captured, so the next token can be computed from it.
 
     Returns:
@@ -54,9 +57,29 @@ def preflight(
         PreflightError: says what was expected, what came and what to change.
         EngineError: the engine did not start or failed on the probe.
     """
-    cut = [ids[:TOKENS] for ids in prompts[:PROMPTS]]
+    sets = [prompts[at : at + PROMPTS] for at in range(0, len(prompts), PROMPTS)][:SETS]
+    for number, chosen in enumerate(sets):
+        cut = [ids[:TOKENS] for ids in chosen]
+        cut += cut if len(cut) == 1 else []  # a request that is alone is never cut into chunks
+        try:
+            return _test(engine, cut, layer_ids, compute_dtype, folder, want_top1)
+        except (EngineCrashedError, PreflightError):
+            engine.kills.clear()  # the probes are nobody's samples
+            if number == len(sets) - 1:
+                raise
+    raise PreflightError("there is no sample to test the capture with; expected at least one in the plan")
+
+
+def _test(
+    engine: EngineSupervisor,
+    cut: Sequence[np.ndarray[Any, np.dtype[np.int32]]],
+    layer_ids: Sequence[int],
+    compute_dtype: str,
+    folder: Path,
+    want_top1: bool,
+) -> dict[str, Any]:
     chunk = max(2, max(map(len, cut)) // 3)
-    whole, done = _capture(engine, cut, layer_ids, spool, chunk=0, want_top1=want_top1)
+    whole, done = _capture(engine, cut, layer_ids, folder, chunk=0, want_top1=want_top1)
     figures: dict[str, Any] = {"prompts": len(cut), "tokens": sum(map(len, cut)), "chunk": chunk}
     if want_top1:
         agree = sum(done.greedy[name] == done.top1[name] for name in done.greedy) / len(done.greedy)
@@ -68,7 +91,7 @@ def preflight(
                 "to go on without it"
             )
         figures["top1_agreement"] = agree
-    parts, _ = _capture(engine, cut, layer_ids, spool, chunk=chunk, want_top1=False)
+    parts, _ = _capture(engine, cut, layer_ids, folder, chunk=chunk, want_top1=False)
     worst = float(np.quantile(np.concatenate([_relative(a, b) for a, b in zip(parts, whole, strict=True)]), 0.9))
     tolerance = CHUNK_TOLERANCE[compute_dtype]
     if not worst <= tolerance:
@@ -84,7 +107,7 @@ def _capture(
     engine: EngineSupervisor,
     prompts: Sequence[np.ndarray[Any, np.dtype[np.int32]]],
     layer_ids: Sequence[int],
-    spool: Path,
+    folder: Path,
     *,
     chunk: int,
     want_top1: bool,
@@ -96,7 +119,7 @@ def _capture(
         samples.append(JobSample(f"probe-{number}", first, ids.astype("<i4").tobytes()))
         first += len(ids)
     attempt = uuid.uuid4().hex
-    path = spool / f"preflight-{attempt}.tmp"
+    path = folder / f"preflight-{attempt}.tmp"
     try:
         job = ShardJob(attempt, str(path), first, samples, want_top1=want_top1, chunk=chunk)
         done = engine.extract(job, lambda progress: None)

@@ -133,11 +133,17 @@ class EngineProcess:
             send(self._connection, job)
         except OSError as error:
             raise self._dead(EngineCrashedError, f"the engine process is gone ({error})") from error
-        while not isinstance(event := self._next(self._step_timeout_s, EngineCrashedError), ShardDone):
-            if isinstance(event, Progress):
-                self.in_flight.update(event.entered)
-                self.in_flight.difference_update(event.finished)
-                on_progress(event)
+        try:
+            while not isinstance(event := self._next(self._step_timeout_s, EngineCrashedError), ShardDone):
+                if isinstance(event, Progress):
+                    self.in_flight.update(event.entered)
+                    self.in_flight.difference_update(event.finished)
+                    on_progress(event)
+            if event.attempt != job.attempt:
+                raise EngineError(f"the engine answered attempt {event.attempt}, asked was {job.attempt}")
+        except BaseException:
+            self.kill()  # whoever left in mid-shard must not find its answer in place of the next one's
+            raise
         self.in_flight = set()
         return event
 
@@ -152,7 +158,7 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the whole process group now; returns when its leader is reaped."""
+        """Kill the whole process group now; returns when all of it is gone, so that its memory is free."""
         process, self._process = self._process, None
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -164,6 +170,9 @@ class EngineProcess:
         if process.stdin is not None:
             process.stdin.close()
         process.wait()
+        deadline = time.monotonic() + _GRACE_S
+        while _members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -213,3 +222,15 @@ class EngineProcess:
                 return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])
         except OSError:
             return ""
+
+
+def _members(group: int) -> list[int]:
+    """Processes of a group that have not ended; a zombie holds no memory and does not count."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found

@@ -27,7 +27,6 @@ class EngineSpec(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     dtype: str
     store_dtype: str
-    revision: str | None = None
     trust_remote_code: bool = False
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -54,7 +53,8 @@ class ShardJob(msgspec.Struct, frozen=True, tag=True):
     """Fill one shard file.
 
     ``solo`` names samples to run alone and first, because an earlier engine died with them in flight. ``chunk`` cuts
-    every prefill into chunks of at most that many tokens (0: only where a step is full), for the self-test.
+    prefills into chunks of at most that many tokens (0: only where a step is full), for the self-test; vLLM ignores it
+    for a request that is alone.
     """
 
     attempt: str

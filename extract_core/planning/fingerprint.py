@@ -15,6 +15,8 @@ from extract_core.settings import JobSettings
 from extract_core.store.shard import DTYPES
 
 SPEC_VERSION = 1
+RENDERING_VERSION = 1
+"""To be raised when the same chats would give other token ids or masks than before."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,6 @@ class JobSpec:
     def fingerprint(self) -> str:
         """Hex sha256 of the canonical document, cut to 32 digits; names the plan folder."""
         return canonical_digest(self.deciding)[:32]
-
-    @cached_property
-    def values_fingerprint(self) -> str:
-        """Digest of what decides a row's value for given token ids: the document without inputs and layout."""
-        return canonical_digest({k: v for k, v in self.deciding.items() if k not in ("inputs", "layout")})[:32]
 
     @property
     def row_bytes(self) -> int:
@@ -68,19 +65,20 @@ def job_spec(
         max_length: resolved truncation length.
         tokenizer: digests of tokenizer and template, template variables, mask method asked for.
         inputs: name and sha256 of each input file, in order, with the row limit.
-        engine: versions of vLLM and torch, and the platform.
+        engine: package and versions of vLLM, torch and transformers.
     """
     e = settings.engine
     return JobSpec(
         {
             "spec_version": SPEC_VERSION,
-            "model": model_identity(model),
+            "model": model_identity(model, trust_remote_code=settings.model.trust_remote_code),
             "trust_remote_code": settings.model.trust_remote_code,
             "tokenizer": tokenizer,
             "samples": {
                 "per": settings.chat.samples,
                 "mask": settings.chat.mask,
                 "max_length": max_length,
+                "rendering_version": RENDERING_VERSION,
                 "truncation": "right",
                 "max_characters": settings.chat.max_characters,
             },
@@ -90,6 +88,7 @@ def job_spec(
             "encoding": settings.store.encoding,
             "engine": {
                 **engine,
+                "max_model_len": e.max_model_len,
                 "max_num_batched_tokens": e.max_num_batched_tokens,
                 "enforce_eager": e.enforce_eager,
                 "tensor_parallel_size": e.tensor_parallel_size,

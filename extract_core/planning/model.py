@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,14 @@ from extract_core.errors import ModelError
 from extract_core.settings import ModelSettings
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+}
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -62,6 +72,11 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
     try:
         limit = int(getattr(text, "max_position_embeddings", 0) or 0)
         dtype = settings.dtype if settings.dtype != "auto" else _checkpoint_dtype(text, config)
+        if dtype not in _DTYPE_BYTES:
+            raise ModelError(
+                f"model {settings.path}: its config says dtype {dtype}; set model.dtype to one of "
+                f"{', '.join(_DTYPE_BYTES)}"
+            )
         weights = sum(file.stat().st_size for file in weight_files(path))
         return ModelInfo(
             path=path,
@@ -124,11 +139,14 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
 
 
-def model_identity(model: ModelInfo) -> dict[str, Any]:
-    """Digest of config and weights: what a fingerprint needs, so that a changed checkpoint is never reused."""
-    files = [
-        path for path in sorted(model.path.glob("*.json")) if path.name in ("config.json", "generation_config.json")
-    ]
+def model_identity(model: ModelInfo, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Digests of everything in the model folder that can decide a value, so that a changed checkpoint is never reused.
+
+    Weights and every JSON file (quantization settings among them) but the tokenizer's, which the fingerprint covers by
+    what they make; and the model's own code where the job runs it.
+    """
+    patterns = ["*.json", *(["*.py"] if trust_remote_code else [])]
+    files = [f for pattern in patterns for f in sorted(model.path.glob(pattern)) if f.name not in _TOKENIZER_FILES]
     return {
         "name": model.name,
         "commit": model.commit,
@@ -144,24 +162,27 @@ def file_sha256(path: Path) -> str:
     """
     stat = path.stat()
     key = f"{path.resolve()}:{stat.st_size}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
-    cache = _cache_folder() / hashlib.sha256(key.encode()).hexdigest()
-    if stat.st_size > 2**20 and cache.is_file():
-        return cache.read_text(encoding="ascii")
+    cache = _cache_folder() / hashlib.sha256(key.encode()).hexdigest() if stat.st_size > 2**20 else None
+    if cache is not None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            remembered = cache.read_text(encoding="ascii")
+            if re.fullmatch(r"[0-9a-f]{64}", remembered):
+                return remembered
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if stat.st_size > 2**20:
-        temporary = cache.with_suffix(f".{os.getpid()}")
-        temporary.write_text(digest, encoding="ascii")
-        temporary.replace(cache)
+    if cache is not None:
+        with contextlib.suppress(OSError):  # no cache only costs time
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            temporary = cache.with_suffix(f".{os.getpid()}")
+            temporary.write_text(digest, encoding="ascii")
+            temporary.replace(cache)
     return digest
 
 
 @lru_cache
 def _cache_folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "coresample" / "sha256"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return base / "coresample" / "sha256"
 
 
 def canonical_digest(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ from extract_core.errors import AlreadyExistsError, CorruptDataError
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.store import layout
 from extract_core.store.root import Root
+
+MOST_SAMPLES = 20_000
+"""Samples of one shard at most: its commit record lists each of them and is one small object."""
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -92,7 +95,8 @@ class _Layout:
 
     def place(self, n_tokens: int) -> tuple[int, int, bool]:
         """(shard, first row, whether this sample opens a new shard)."""
-        opened = self.samples > 0 and self.rows + n_tokens > self.rows_per_shard
+        full = self.rows + n_tokens > self.rows_per_shard or self.samples >= MOST_SAMPLES
+        opened = self.samples > 0 and full
         if opened:
             self.close()
         first = self.rows
@@ -120,6 +124,13 @@ class Plan:
     def shard(self, index: int) -> pa.Table:
         """The samples of one shard, by first row (schema ``PLAN_SCHEMA``)."""
         return self._table.read_row_group(index)
+
+    def sample_ids(self) -> dict[int, list[str]]:
+        """The ids of every shard's samples; reads nothing else of the plan."""
+        return {
+            shard.index: self._table.read_row_group(shard.index, columns=["sample_id"])["sample_id"].to_pylist()
+            for shard in self.meta.shards
+        }
 
     def shards(self) -> Iterator[pa.Table]:
         """Every shard's samples, one shard in memory at a time."""
@@ -157,7 +168,7 @@ def read_plan_meta(root: Root, fingerprint: str) -> PlanMeta | None:
 def _open_table(root: Root, meta: PlanMeta) -> pq.ParquetFile:
     import hashlib
 
-    name = layout.plan_path(meta.fingerprint)
+    name = layout.plan_path(meta.fingerprint, meta.plan_sha256)
     local = root.local_path(name)
     data = root.read_bytes(name) if local is None else None
     if local is not None:
@@ -168,8 +179,8 @@ def _open_table(root: Root, meta: PlanMeta) -> pq.ParquetFile:
         digest = hashlib.sha256(data).hexdigest()
     if digest != meta.plan_sha256:
         raise CorruptDataError(
-            f"{root.url}/{name}: sha256 {digest}, plan.json says {meta.plan_sha256}; delete the folder "
-            f"plans/{meta.fingerprint} to plan again (committed shards of it are then extracted again)"
+            f"{root.url}/{name}: sha256 {digest}, plan.json says {meta.plan_sha256}; delete "
+            f"plan.json and the layout in plans/{meta.fingerprint} to plan again: commit records beside them stay good"
         )
     return pq.ParquetFile(local if local is not None else pa.BufferReader(data))
 
@@ -180,7 +191,6 @@ def make_plan(
     items: Iterator[Sample | Dropped],
     *,
     shard_bytes: int,
-    on_sample: Callable[[int], None] | None = None,
 ) -> Plan:
     """Lay out every sample and write the plan under the root; ``plan.json`` last, by exclusive create.
 
@@ -189,7 +199,6 @@ def make_plan(
         spec: everything the fingerprint covers.
         items: rendered samples and drops, in input order.
         shard_bytes: target of one shard's hidden states.
-        on_sample: called with the number of items so far.
 
     Raises:
         InputDataError: no usable sample; names the first row and the counts by reason.
@@ -206,8 +215,6 @@ def make_plan(
             pending: list[dict[str, Any]] = []
             for item in items:
                 tally.add(item)
-                if on_sample is not None:
-                    on_sample(tally.candidates)
                 if isinstance(item, Dropped):
                     drops.write(_drop_line(item))
                     continue
@@ -234,12 +241,13 @@ def make_plan(
 def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path) -> None:
     fingerprint = meta.fingerprint
     root.put_bytes(layout.dropped_path(fingerprint), dropped.read_bytes())
-    root.put_file(parquet, layout.plan_path(fingerprint))
+    root.put_file(parquet, layout.plan_path(fingerprint, meta.plan_sha256))
     text = json.dumps(meta.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
     try:
         root.create_exclusive(layout.plan_meta_path(fingerprint), text.encode())
     except AlreadyExistsError as taken:
-        # Another run of the same job planned at the same time; plans of one fingerprint are equal by construction.
+        # Another run of the same job planned at the same time. Plans of one fingerprint are equal by construction, but
+        # their files may differ (paths as the job writes them): each has its own name, the first plan.json stands.
         if json.loads(taken.existing)["shards"] != json.loads(text)["shards"]:
             raise CorruptDataError(
                 f"{root.url}/{taken.path}: two plans of fingerprint {fingerprint} differ; please report this defect"

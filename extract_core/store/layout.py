@@ -50,9 +50,9 @@ def report_path(digest: str) -> str:
     return f"{REPORTS}/{_digest(digest)}.html"
 
 
-def plan_path(fingerprint: str) -> str:
-    """The shard layout of a plan."""
-    return f"{_plan(fingerprint)}/plan.parquet"
+def plan_path(fingerprint: str, digest: str) -> str:
+    """The shard layout of a plan, by the sha256 of its bytes: runs that plan at once cannot replace each other's."""
+    return f"{_plan(fingerprint)}/plan-{_digest(digest)[:16]}.parquet"
 
 
 def plan_meta_path(fingerprint: str) -> str:

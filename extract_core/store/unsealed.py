@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from extract_core.store.shard import HEADER_BYTES, _pread_all, _read_note
+from extract_core.errors import CorruptDataError
+from extract_core.store.shard import HEADER_BYTES, _read_note
 
 
 class UnsealedShard:
@@ -20,19 +21,33 @@ class UnsealedShard:
 
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._shape, self.layer_ids = _read_note(self._fd, path)
+        try:
+            self._shape, self.layer_ids = _read_note(self._fd, path)
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._dtype: torch.dtype = getattr(torch, self._shape.dtype)
 
     def rows(self, first_row: int, rows: int) -> torch.Tensor:
         """Rows ``[rows, L, H]`` in the stored dtype."""
         width = self._shape.row_bytes
-        data = bytearray(_pread_all(self._fd, HEADER_BYTES + first_row * width, rows * width))
+        data = self._read(HEADER_BYTES + first_row * width, rows * width)
         return torch.frombuffer(data, dtype=self._dtype).view(rows, self._shape.layers, self._shape.hidden_size)
 
     def token_ids(self, first_row: int, rows: int) -> torch.Tensor:
         """Token ids int32 ``[rows]`` that the forward read for these rows."""
-        data = bytearray(_pread_all(self._fd, self._shape.tokens_offset + 4 * first_row, 4 * rows))
+        data = self._read(self._shape.tokens_offset + 4 * first_row, 4 * rows)
         return torch.frombuffer(data, dtype=torch.int32)
+
+    def _read(self, offset: int, size: int) -> bytearray:
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        while done < size:
+            got = os.preadv(self._fd, [view[done : done + 2**26]], offset + done)
+            if not got:
+                raise CorruptDataError(f"the shard file ends at byte {offset + done}, {offset + size} were expected")
+            done += got
+        return data
 
     def last_layer(self, at: Sequence[int]) -> torch.Tensor:
         """The highest layer id of single rows: ``[len(at), H]``."""

@@ -46,7 +46,7 @@ def artifacts() -> list[tuple[str, str]]:
 
 
 def test_a_run_reads_well_and_survives_its_engine(model, tmp_path, monkeypatch) -> None:
-    """One engine death in mid-run: its shard is retried, all others run once, the dataset is whole."""
+    """One engine death in mid-run: the engine is replaced, every task runs once, the dataset is whole."""
     from extract_core.settings import load_job
     from extract_core.store.root import Root
     from extract_core.store.verify import verify
@@ -80,9 +80,7 @@ def test_a_run_reads_well_and_survives_its_engine(model, tmp_path, monkeypatch) 
     names = [f"{step}-shard-{n:05d}" for step in ("capture", "commit") for n in range(shards)]
     assert set(seen) == {"plan", "preflight", "validate", "publish", *names}
     assert {state for state, _ in seen.values()} == {"Completed"}
-    retried = [name for name, (_, count) in seen.items() if count > 1]
-    assert len(retried) == 1
-    assert retried[0].startswith("capture-shard-")
+    assert {count for _, count in seen.values()} == {1}, "the engine is replaced inside its shard"
     kinds = {kind for kind, _ in artifacts()}
     assert {"progress", "table", "markdown"} <= kinds
     fingerprint = result.manifest.fingerprint[:12]

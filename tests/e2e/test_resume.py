@@ -74,7 +74,7 @@ def test_killed_and_run_again(flags: list[str], model: Path, chats: Path, tmp_pa
     total = len(json.loads(next(root.glob("plans/*/plan.json")).read_text())["shards"])
     assert len(before) < total == len(after)
     assert {name: after[name] for name in before} == before, "a committed shard was done again"
-    assert not list((root / ".spool").glob("*.tmp"))
+    assert not list((root / ".spool").glob("*/*.tmp"))
 
     verified = subprocess.run(coresample("verify", str(root), "--json"), capture_output=True, text=True)
     assert verified.returncode == 0, verified.stdout + verified.stderr

@@ -57,5 +57,5 @@ def test_a_job_into_a_bucket(bucket: dict[str, Any], tmp_path: Path) -> None:
     assert report.samples == 30
     dataset = HiddenStatesDataset(url, storage_options=bucket)
     assert dataset[7]["hidden_states"].shape == (len(dataset[7]["input_ids"]), 3, tiny.HIDDEN)
-    assert not list((tmp_path / "spool").glob("*.tmp"))
+    assert not list((tmp_path / "spool").glob("*/*.tmp"))
     assert not local.run(settings).new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,10 +12,19 @@ import torch
 
 from extract_core import local, pipeline
 from extract_core.engine.protocol import ShardDone
-from extract_core.errors import CheckFailedError, IncompleteError, RootConflictError, StoreUnavailableError
-from extract_core.job import Job, machine_id, new_attempt, prepare
+from extract_core.errors import (
+    CaptureError,
+    CheckFailedError,
+    CorruptDataError,
+    IncompleteError,
+    RootConflictError,
+    StoreError,
+    StoreUnavailableError,
+)
+from extract_core.job import Job, new_attempt, prepare
 from extract_core.pipeline import Captured
 from extract_core.store import layout
+from extract_core.store.commits import read_commits
 from extract_core.store.root import Root
 from extract_core.store.shard import ShardWriter
 from extract_core.store.verify import verify
@@ -31,12 +39,17 @@ def job(tmp_path: Path) -> Job:
     return prepare(kit.settings(kit.write_job(tmp_path / "job.yaml", layers=[1, 2, 5], store__shard_bytes="20KiB")))
 
 
-def captured(job: Job, shard: int, *, spoil: str | None = None) -> Captured:
-    """A shard of random rows, as the engine would have left it on the spool; ``spoil`` zeroes one sample's."""
+def first_of(job: Job, shard: int) -> str:
+    return str(job.plan.shard(shard)["sample_id"][0])
+
+
+def captured(job: Job, shard: int, *, spoil: str | None = None, how: float = float("nan")) -> Captured:
+    """A shard of random rows, as the engine would have left it on the spool; one sample's layer is ``how``."""
     table = job.plan.shard(shard)
     rows = job.plan.meta.shards[shard].rows
     attempt = new_attempt()
-    path = job.spool_path(shard, attempt)
+    job.spool.mkdir(exist_ok=True)
+    path = job.spool / f"{shard:05d}-{attempt}.tmp"
     writer = ShardWriter(path, rows=rows, layer_ids=job.layer_ids, hidden_size=kit.HIDDEN, dtype=job.dtype)
     generator = torch.Generator().manual_seed(shard)
     for sample, first, ids in zip(
@@ -44,7 +57,7 @@ def captured(job: Job, shard: int, *, spoil: str | None = None) -> Captured:
     ):
         states = torch.randn(len(ids), len(job.layer_ids), kit.HIDDEN, generator=generator)
         if sample == spoil:
-            states[:, 1] = 0
+            states[:, 1] = how
         writer.write_rows(first, memoryview(states.view(torch.uint8).numpy().reshape(-1)))
         writer.write_token_ids(first, np.array(ids))
     writer.close()
@@ -80,19 +93,18 @@ def test_a_commit_goes_on_after_the_store_was_away(job: Job, step: str, monkeypa
             raise StoreUnavailableError("the store is away")
         return real(self, *arguments)
 
-    [first] = job.plan.shard(0)["sample_id"].to_pylist()[:1]
-    shard = captured(job, 0, spoil=first)
+    shard = captured(job, 0, spoil=first_of(job, 0))
     monkeypatch.setattr(Root, step, away_once)
     record = local.with_retries(lambda: pipeline.commit_shard(job, shard), delays_s=(0.0,))
     assert calls >= 2
     assert record.attempt == shard.attempt
-    assert [item.reason for item in record.excluded] == ["zero_row"]
+    assert [item.reason for item in record.excluded] == ["not_finite"]
     assert job.root.exists(record.object or "")
     assert not shard.path.exists()
 
 
 def test_the_second_worker_discards_its_own_shard(job: Job) -> None:
-    first, second = captured(job, 0), captured(job, 0, spoil=job.plan.shard(0)["sample_id"][0].as_py())
+    first, second = captured(job, 0), captured(job, 0, spoil=first_of(job, 0))
     standing = pipeline.commit_shard(job, first)
     assert pipeline.commit_shard(job, second) == standing
     assert job.root.list(layout.SHARDS) == [Path(standing.object or "").name]
@@ -111,27 +123,37 @@ def test_missing_shards_are_not_published(job: Job) -> None:
 
 
 def test_below_the_threshold_nothing_is_published(job: Job) -> None:
-    spoiled = job.plan.shard(0)["sample_id"][0].as_py()
+    spoiled = first_of(job, 0)
     pipeline.commit_shard(job, captured(job, 0, spoil=spoiled))
     commit_all(job)
-    with pytest.raises(IncompleteError, match=r"1 of 10 input rows .* zero_row 1") as caught:
+    with pytest.raises(IncompleteError, match=r"1 of 10 input rows .* not_finite 1") as caught:
         pipeline.validate(job)
     assert caught.value.exit_code == 3
     assert job.root.exists(layout.quarantine_path(job.plan.fingerprint, spoiled))
 
 
-def test_spool_files_of_dead_runs_are_removed_and_no_others(job: Job) -> None:
-    dead = 2**22 + 1  # above the kernel's largest process id
-    names = {
-        f"{job.plan.fingerprint[:12]}-00000-{machine_id()}-{dead}-{new_attempt()}.tmp": False,
-        f"{job.plan.fingerprint[:12]}-00000-{machine_id()}-{os.getpid()}-{new_attempt()}.tmp": True,
-        f"{job.plan.fingerprint[:12]}-00000-0123456789ab-{dead}-{new_attempt()}.tmp": True,
-        f"{'0' * 12}-00000-{machine_id()}-{dead}-{new_attempt()}.tmp": True,
-    }
-    for name in names:
-        (job.spool / name).touch()
-    pipeline.clean_spool(job)
-    assert {name: (job.spool / name).exists() for name in names} == names
+def test_a_shard_that_vanished_is_not_published(job: Job) -> None:
+    commit_all(job)
+    record = read_commits(job.root, job.plan.fingerprint)[1]
+    job.root.delete(record.object or "")
+    with pytest.raises(CorruptDataError, match=r"is missing.*delete plans/.*/commits/00001.json and run the job again"):
+        pipeline.validate(job)
+
+
+def test_rows_that_only_a_broken_capture_gives_stop_the_run(job: Job) -> None:
+    """They are no property of a sample: a dataset must not shrink quietly around them."""
+    with pytest.raises(CaptureError, match=r"zero_row.*come from the capture"):
+        pipeline.commit_shard(job, captured(job, 0, spoil=first_of(job, 0), how=0.0))
+    assert pipeline.open_shards(job) == [shard.index for shard in job.plan.meta.shards]
+
+
+def test_a_spool_file_that_vanished_is_not_committed(job: Job) -> None:
+    shard = captured(job, 0)
+    shard.record = pipeline._check_and_seal(job, shard)
+    shard.path.unlink()
+    with pytest.raises(StoreError):
+        pipeline.commit_shard(job, shard)
+    assert not read_commits(job.root, job.plan.fingerprint)
 
 
 def test_the_fingerprint_does_not_depend_on_the_folder_of_the_model(job: Job, tmp_path: Path) -> None:
@@ -142,8 +164,9 @@ def test_the_fingerprint_does_not_depend_on_the_folder_of_the_model(job: Job, tm
         )
     )
     assert again.plan.fingerprint == job.plan.fingerprint
+    commit_all(job)
     changed = job.settings.model_copy(update={"chat": job.settings.chat.model_copy(update={"max_length": 40})})
-    with pytest.raises(RootConflictError, match=r"(?s)an unfinished plan of another job.*samples:.*allow_change"):
+    with pytest.raises(RootConflictError, match=r"(?s)extracted shards of another job.*samples:.*allow_change"):
         prepare(changed)
     assert prepare(changed.model_copy(update={"allow_change": True})).plan.fingerprint != job.plan.fingerprint
 
@@ -179,7 +202,6 @@ class TestRunShards:
 
         with pytest.raises(StoreUnavailableError, match="commit 1"):
             local.run_shards(range(5), capture_but_not_3, self.done, lambda shard: None)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["0.tmp"], "what failed to commit leaves no file"
 
     def test_a_failed_capture_does_not_lose_the_commit_under_way(self, tmp_path: Path) -> None:
         waited = []

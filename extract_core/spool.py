@@ -1,0 +1,98 @@
+"""The local folder where shards are written before they are stored: one subfolder per run, held by a file lock.
+
+Whether a run is alive is asked of the lock, not of a process id: ids mean nothing in another container, and the lock
+ends with its process whatever ends it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+RUN_PREFIX = "run-"
+LOG_DAYS = 7
+"""Engine logs of failed runs are kept this long."""
+
+_LOCK = "lock"
+
+
+class RunFolder:
+    """This run's subfolder of a spool.
+
+    Args:
+        spool: the folder of all runs; made if absent.
+    """
+
+    def __init__(self, spool: Path):
+        while True:
+            self.path = spool / f"{RUN_PREFIX}{uuid.uuid4().hex}"
+            self.path.mkdir(parents=True)
+            self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if (self.path / _LOCK).exists():
+                return
+            os.close(self._lock)  # another run's clean() came between making and locking
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the engine's logs."""
+        return self.path / "logs"
+
+    def shard(self, shard: int, attempt: str) -> Path:
+        """Where one attempt writes one shard."""
+        return self.path / f"{shard:05d}-{attempt}.tmp"
+
+    def close(self) -> None:
+        """Remove everything but the engine's logs, which are there only if it failed."""
+        _sweep(self.path)
+        os.close(self._lock)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def clean(spool: Path) -> list[Path]:
+    """Remove what ended runs left in a spool; returns the folders that were swept."""
+    swept = list(ended_runs(spool))
+    for folder in swept:
+        _sweep(folder)
+    return swept
+
+
+def ended_runs(spool: Path) -> Iterator[Path]:
+    """Folders of runs whose lock nobody holds."""
+    for folder in sorted(spool.glob(f"{RUN_PREFIX}*")):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if (folder / "logs").is_dir():
+                yield folder  # swept before; its logs may be old by now
+            continue
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            yield folder
+        finally:
+            os.close(lock)
+
+
+def _sweep(folder: Path) -> None:
+    for file in folder.glob("*.tmp"):
+        file.unlink(missing_ok=True)
+    (folder / _LOCK).unlink(missing_ok=True)
+    logs = folder / "logs"
+    newest = max((file.stat().st_mtime for file in logs.glob("*")), default=0.0)
+    if newest < time.time() - LOG_DAYS * 86400:
+        shutil.rmtree(folder, ignore_errors=True)
