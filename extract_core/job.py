@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from extract_core.chat import ChatTokenizer, InputFile, input_files, load_chat_tokenizer, read_samples
+from extract_core.engine.compat import refuse_extra
 from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.versions import installed_engine
 from extract_core.errors import RootConflictError, SettingsError
@@ -21,6 +22,7 @@ from extract_core.planning.plan import Plan, load_plan, make_plan, read_plan_met
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
 from extract_core.store import layout
+from extract_core.store.objects import lost_objects
 from extract_core.store.records import Manifest
 from extract_core.store.root import Root
 from extract_core.store.versions import latest_version, read_manifest
@@ -103,9 +105,11 @@ class Job:
         return self.root.local_path(".spool") or Path(tempfile.gettempdir()) / "coresample-spool"
 
     def published(self) -> Manifest | None:
-        """The latest version if it is exactly this plan: then there is nothing to do."""
+        """The latest version if it is exactly this plan and its shards are all there: then there is nothing to do."""
         latest = _latest(self.root)
-        return latest if latest is not None and latest.fingerprint == self.plan.fingerprint else None
+        if latest is None or latest.fingerprint != self.plan.fingerprint:
+            return None
+        return None if lost_objects(self.root, {shard.path: shard.nbytes for shard in latest.shards}) else latest
 
 
 def new_attempt() -> str:
@@ -154,6 +158,7 @@ def precheck(settings: JobSettings) -> Checked:
         input_files(settings.data),
         load_chat_tokenizer(_tokenizer_settings(settings, model), settings.chat),
     )
+    refuse_extra(settings.engine.extra)
     refuse_other_dataset(root, lambda: checked.spec(settings, inputs=[]), allow=settings.allow_change)
     return checked
 

@@ -61,6 +61,7 @@ def build_core(spec: EngineSpec) -> EngineCore:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
+    known = set(inspect.signature(EngineArgs).parameters)
     where = platform()
     refuse_extra(spec.extra)
     tokens = spec.max_num_batched_tokens or (2048 if where == "cpu" else 16384)
@@ -89,17 +90,16 @@ def build_core(spec: EngineSpec) -> EngineCore:
     }
     if where == "cpu":
         arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes or 2**30
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, arguments["kv_cache_memory_bytes"] // 2**30)))
+        if "kv_cache_memory_bytes" not in known:  # older vLLM: whole GiB through the environment, which would win
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, arguments["kv_cache_memory_bytes"] // 2**30))
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         if spec.kv_cache_bytes:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
     arguments.update(spec.extra)
-    known = set(inspect.signature(EngineArgs).parameters)
     unknown = sorted(set(spec.extra) - known)
     if unknown:
         raise EngineIncompatibleError(f"engine.extra names {unknown}, which this vLLM's EngineArgs does not have")
-    # Without it the CPU cache is sized by VLLM_CPU_KVCACHE_SPACE, set above.
     missing = sorted(set(arguments) - known - {"kv_cache_memory_bytes"})
     if missing:
         raise EngineIncompatibleError(f"this vLLM's EngineArgs has no {missing}; supported are vLLM 0.16 to 0.33")

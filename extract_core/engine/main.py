@@ -22,7 +22,7 @@ from extract_core.engine.protocol import (
     receive_request,
     send,
 )
-from extract_core.errors import CoresampleError
+from extract_core.errors import CaptureError, CoresampleError
 
 
 def main(fd: int) -> int:
@@ -47,13 +47,12 @@ def main(fd: int) -> int:
     except BaseException as error:  # noqa: BLE001 - sent whole to the host, which raises it
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
-        send(host, Failed(_kind(error), _root_cause(error), text))
+        known = isinstance(error, CoresampleError)
+        # What we refuse ourselves says all in its message; a traceback is for failures of the engine.
+        shown = "" if known and not isinstance(error, CaptureError) else text
+        send(host, Failed(type(error).__name__ if known else "", str(error) if known else _root_cause(error), shown))
         return 1
     return 0
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__ if isinstance(error, CoresampleError) else ""
 
 
 def _root_cause(error: BaseException) -> str:
@@ -62,8 +61,6 @@ def _root_cause(error: BaseException) -> str:
     while (cause := inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)) is not None:
         inner = cause
     text = str(inner).strip()
-    if isinstance(inner, CoresampleError):
-        return text
     frames = traceback.extract_tb(inner.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
     return f"{type(inner).__name__}: {text}{where}" if text else f"{type(inner).__name__}{where}"

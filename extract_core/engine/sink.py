@@ -9,14 +9,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from extract_core.errors import CaptureError
+from extract_core.errors import CaptureError, CoresampleError
 from extract_core.store.shard import ShardWriter
 
 
@@ -74,7 +73,7 @@ class RowSink:
         self._work: queue.Queue[tuple[_Buffer, list[Span], Any] | None] = queue.Queue()
         self._shard: ShardWriter | None = None
         self._covered = np.zeros(0, dtype=bool)
-        self._failure: str | None = None
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self.counters: dict[str, float] = {}
         for index in range(threads):
@@ -142,8 +141,8 @@ class RowSink:
                     return
                 if self._failure is None:
                     self._write(*item)
-            except BaseException:  # noqa: BLE001 - recorded whole; the next take or close raises it
-                self._failure = traceback.format_exc()
+            except BaseException as error:  # noqa: BLE001 - recorded; the next take or close raises it
+                self._failure = error
             finally:
                 if item is not None:
                     self._free.put(item[0])
@@ -174,6 +173,7 @@ class RowSink:
             self.counters["write_s"] += time.perf_counter() - started
 
     def _raise_failure(self) -> None:
+        if isinstance(self._failure, CoresampleError):
+            raise self._failure  # a full disk is a full disk, wherever it shows
         if self._failure is not None:
-            last = self._failure.strip().splitlines()[-1]
-            raise CaptureError(f"writing rows failed: {last}", engine_traceback=self._failure)
+            raise CaptureError(f"writing rows failed: {self._failure!r}") from self._failure

@@ -64,11 +64,12 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
     from transformers import AutoConfig
 
     path, commit = _locate(settings)
+    _check_weights(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model {settings.path}: its config cannot be read: {error}") from error
-    text = config.get_text_config()
+        text = config.get_text_config()
+    except Exception as error:  # each model class checks its config in its own way
+        raise ModelError(f"model {settings.path}: its config.json cannot be used: {error}") from error
     try:
         limit = int(getattr(text, "max_position_embeddings", 0) or 0)
         dtype = settings.dtype if settings.dtype != "auto" else _checkpoint_dtype(text, config)
@@ -90,9 +91,9 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
             dtype=dtype,
             parameters=weights // _DTYPE_BYTES.get(_checkpoint_dtype(text, config), 2),
         )
-    except AttributeError as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(
-            f"model {settings.path}: its config lacks {error.name!r}, which a decoder model has"
+            f"model {settings.path}: its config.json does not describe a decoder model: {error}"
         ) from error
 
 
@@ -132,6 +133,27 @@ def _locate(settings: ModelSettings) -> tuple[Path, str | None]:
             f"model.path {settings.path!r} is neither a folder here nor a hub model that can be fetched: {error}"
         ) from error
     return snapshot, snapshot.name
+
+
+def _check_weights(path: Path) -> None:
+    """Refuse a checkpoint that was cut off while it was copied: its safetensors headers say how long it must be."""
+    for file in weight_files(path):
+        if file.suffix != ".safetensors":
+            continue
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            try:
+                if length > size:
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                tensors = json.loads(stream.read(length))
+                end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ModelError(f"{file} is no whole safetensors file ({error}); copy the model again") from error
+        if size != 8 + length + end:
+            raise ModelError(
+                f"{file} has {size} bytes, its header says {8 + length + end}; it was cut off, copy the model again"
+            )
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from extract_core.errors import AlreadyExistsError, CorruptDataError
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.store import layout
 from extract_core.store.root import Root
+from extract_core.store.shard import HEADER_BYTES
 
 MOST_SAMPLES = 20_000
 """Samples of one shard at most: its commit record lists each of them and is one small object."""
@@ -80,8 +81,8 @@ class PlanMeta(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """Bytes of hidden states the plan will store."""
-        return self.tokens * self.row_bytes
+        """Bytes of the shard files the plan will store: rows, token ids, headers."""
+        return self.tokens * (self.row_bytes + 4) + len(self.shards) * HEADER_BYTES
 
 
 @dataclass(slots=True)
@@ -328,7 +329,7 @@ def _line(source: Any, reason: str, detail: str, name: str | None) -> str:
         "field": name,
         "detail": detail,
     }
-    return json.dumps(entry, ensure_ascii=False) + "\n"
+    return json.dumps(entry) + "\n"
 
 
 def _sha256(path: Path) -> str:

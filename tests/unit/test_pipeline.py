@@ -23,6 +23,7 @@ from extract_core.errors import (
 )
 from extract_core.job import Job, new_attempt, prepare
 from extract_core.pipeline import Captured
+from extract_core.pipeline.commit import _check_and_seal
 from extract_core.store import layout
 from extract_core.store.commits import read_commits
 from extract_core.store.root import Root
@@ -138,6 +139,14 @@ def test_a_shard_that_vanished_is_not_published(job: Job) -> None:
     job.root.delete(record.object or "")
     with pytest.raises(CorruptDataError, match=r"is missing.*delete plans/.*/commits/00001.json and run the job again"):
         pipeline.validate(job)
+    assert pipeline.open_shards(job) == [1]
+    pipeline.commit_shard(job, captured(job, 1))
+    assert pipeline.publish(job, pipeline.validate(job)).version == 1
+    job.root.delete(record.object or "")
+    assert job.published() is None, "a version that lost a shard is not 'nothing to do'"
+    commit_all(job)
+    assert job.published() is not None
+    assert verify(job.root).problems == []
 
 
 def test_rows_that_only_a_broken_capture_gives_stop_the_run(job: Job) -> None:
@@ -149,7 +158,7 @@ def test_rows_that_only_a_broken_capture_gives_stop_the_run(job: Job) -> None:
 
 def test_a_spool_file_that_vanished_is_not_committed(job: Job) -> None:
     shard = captured(job, 0)
-    shard.record = pipeline._check_and_seal(job, shard)
+    shard.record = _check_and_seal(job, shard)
     shard.path.unlink()
     with pytest.raises(StoreError):
         pipeline.commit_shard(job, shard)

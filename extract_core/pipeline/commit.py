@@ -1,0 +1,172 @@
+"""From a spool file to a stored shard and its commit record."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from extract_core.checks.rows import RowFailure, SampleStats, check_sample_rows
+from extract_core.errors import (
+    CaptureError,
+    StoreError,
+)
+from extract_core.job import Job
+from extract_core.pipeline.capture import Captured
+from extract_core.progress import reporter
+from extract_core.store import layout
+from extract_core.store.commits import write_commit
+from extract_core.store.records import (
+    CommitRecord,
+    Excluded,
+    SampleRecord,
+    SegmentRecord,
+    canonical_json,
+)
+from extract_core.store.shard import SealedShard, Segment, seal_shard
+from extract_core.store.unsealed import UnsealedShard
+
+CAPTURE_FAULTS = frozenset({"shape", "row_count", "token_echo", "zero_row", "identical_rows"})
+"""Row failures that no sample can cause by itself: they stop the run instead of shrinking the dataset."""
+MOST_FAILED, MOST_FAILED_SHARE = 4, 0.05
+"""Samples of a shard that may fail their row checks before it is the machine's fault."""
+
+
+def commit_shard(job: Job, captured: Captured) -> CommitRecord:
+    """Check every row of a captured shard, store it and write its commit record; may be called again after a failure.
+
+    Returns:
+        the record that stands: this attempt's, or an earlier one's when another worker was first.
+
+    Raises:
+        CorruptDataError, NoSpaceError, StoreError: nothing is committed.
+    """
+    if captured.record is None:
+        captured.record = _check_and_seal(job, captured)
+    record = captured.record
+    if record.object is not None and not captured.stored:
+        job.root.put_file(captured.path, record.object)
+        captured.stored = True
+    standing = write_commit(job.root, record)
+    for item in standing.excluded:
+        job.root.put_bytes(
+            layout.quarantine_path(job.plan.fingerprint, item.sample_id),
+            canonical_json(item.model_dump(mode="json") | {"shard": captured.shard}),
+        )
+    if record.object is not None and standing.object != record.object:
+        try:  # another worker's record stands and names other bytes
+            job.root.delete(record.object)
+        except StoreError as error:
+            reporter().note(f"{record.object} is not needed but could not be deleted: {error}")
+    captured.path.unlink(missing_ok=True)
+    return standing
+
+
+def _check_and_seal(job: Job, captured: Captured) -> CommitRecord:
+    started = time.perf_counter()
+    stats, excluded = _check_rows(job, captured)
+    rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
+    kept = [row for row in rows if row["sample_id"] in stats]
+    sealed = _seal(job, captured, kept) if kept else None
+    return CommitRecord(
+        fingerprint=job.plan.fingerprint,
+        shard=captured.shard,
+        object=layout.shard_path(sealed.sha256) if sealed else None,
+        sha256=sealed.sha256 if sealed else None,
+        nbytes=sealed.nbytes if sealed else 0,
+        rows=sealed.rows if sealed else 0,
+        layer_ids=list(job.layer_ids),
+        hidden_size=job.model.hidden_size,
+        dtype=job.dtype,  # type: ignore[arg-type]
+        samples=_records(captured, kept, sealed, stats) if sealed else [],
+        excluded=excluded,
+        attempt=captured.attempt,
+        engine=captured.engine,
+        timings={
+            **{name: float(value) for name, value in captured.done.counters.items()},
+            "check_and_seal_s": time.perf_counter() - started,
+        },
+    )
+
+
+def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], list[Excluded]]:
+    import torch
+
+    excluded = {item.sample_id: item for item in captured.excluded}
+    stats: dict[str, SampleStats] = {}
+    with UnsealedShard(captured.path) as shard:
+        columns = captured.samples
+        for sample, first, count, token_ids in zip(
+            columns["sample_id"].to_pylist(),
+            columns["first_row"].to_pylist(),
+            columns["n_tokens"].to_pylist(),
+            columns["token_ids"],
+            strict=True,
+        ):
+            if sample in excluded:
+                continue
+            result = check_sample_rows(
+                shard.rows(first, count),
+                shard.token_ids(first, count),
+                torch.from_numpy(token_ids.values.to_numpy().copy()),
+                layer_ids=job.layer_ids,
+            )
+            if isinstance(result, RowFailure):
+                if result.reason in CAPTURE_FAULTS:
+                    raise CaptureError(
+                        f"shard {captured.shard}, sample {sample}: {result.reason}: {result.detail}. Such rows "
+                        "come from the capture, not from the sample; nothing of this shard is kept"
+                    )
+                excluded[sample] = Excluded(sample_id=sample, reason=result.reason, detail=result.detail)
+            else:
+                stats[sample] = result
+    failed = len(excluded) - len(captured.excluded)
+    if failed > max(MOST_FAILED, MOST_FAILED_SHARE * len(columns)):
+        reasons = Counter(item.reason for item in excluded.values())
+        raise CaptureError(
+            f"shard {captured.shard}: {failed} of {len(columns)} samples fail their row checks ({dict(reasons)}); so "
+            "many are not the samples' fault. Nothing of this shard is kept; check the machine, the dtype "
+            "(model.dtype) and the model"
+        )
+    return stats, list(excluded.values())
+
+
+def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedShard:
+    # Only what every attempt at this shard would write: the digest must not depend on who wrote it or when.
+    provenance = {
+        "architecture": job.model.architecture,
+        "fingerprint": job.plan.fingerprint,
+        "shard": str(captured.shard),
+        "norm_state": "pre",
+        "n_layers": str(job.model.n_layers),
+        "vllm": str(captured.engine.get("vllm", "")),
+        "written_by": "coresample",
+    }
+    keep = [Segment(row["first_row"], row["n_tokens"]) for row in kept]
+    return seal_shard(captured.path, keep=keep, metadata=provenance)
+
+
+def _records(
+    captured: Captured, kept: list[dict[str, Any]], sealed: SealedShard, stats: dict[str, SampleStats]
+) -> list[SampleRecord]:
+    return [
+        SampleRecord(
+            sample_id=row["sample_id"],
+            n_tokens=row["n_tokens"],
+            segments=[
+                SegmentRecord(
+                    shard=sealed.sha256,
+                    first_row=segment.first_row,
+                    rows=segment.rows,
+                    byte_offset=segment.byte_offset,
+                    byte_length=segment.byte_length,
+                    xxh3=segment.xxh3,
+                )
+            ],
+            greedy_token=captured.done.greedy.get(row["sample_id"]),
+            top1_token=captured.done.top1.get(row["sample_id"]),
+            norm_mean=stats[row["sample_id"]].norm_mean,
+            norm_max=stats[row["sample_id"]].norm_max,
+        )
+        for row, segment in zip(kept, sealed.segments, strict=True)
+    ]
