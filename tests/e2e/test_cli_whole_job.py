@@ -39,7 +39,15 @@ def test_interrupted_then_finished(job, tmp_path):
     assert plan["shards"] >= 2 and plan["estimate"]["kind"] == "measured"
 
     command = [sys.executable, "-m", "extract_core.cli", "run", str(job), "--no-prefect"]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    first = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell starts its background jobs with SIGINT ignored, and that is inherited all the way down to here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         deadline = time.monotonic() + 300
         while not list(root.glob("plans/*/commits/*.json")) and first.poll() is None and time.monotonic() < deadline:

@@ -1,3 +1,4 @@
+import json
 import multiprocessing
 import pickle
 import socket
@@ -9,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from extract_core.errors import AlreadyExistsError, CorruptDataError, StoreError, StoreUnavailableError
 from extract_core.reader import HiddenStatesDataset
@@ -99,6 +99,21 @@ def test_exclusive_create(root):
     assert set(answers) == {None, b"%d" % winner}
 
 
+LOADERS = """
+import json, sys
+from torch.utils.data import DataLoader
+from extract_core.reader import HiddenStatesDataset
+
+if __name__ == "__main__":
+    data = HiddenStatesDataset(**json.loads(sys.argv[1]))
+    seen = {}
+    for context in ("fork", "spawn"):
+        loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
+        seen[context] = [item["sample_id"] for item in loader]
+    print(json.dumps(seen))
+"""
+
+
 def test_whole_dataset(root, s3_options, tmp_path):
     manifest, known = make_dataset(root, tmp_path / "spool")
     assert list((tmp_path / "spool").iterdir()) == []
@@ -110,9 +125,11 @@ def test_whole_dataset(root, s3_options, tmp_path):
     for item, sample in zip(data, known.values(), strict=True):
         assert torch.equal(item["hidden_states"], sample.hidden)
         assert item["input_ids"].tolist() == sample.tokens.tolist()
-    for context in ("fork", "spawn"):
-        loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
-        assert [item["sample_id"] for item in loader] == list(known)
+    # In a process of its own: forking one that holds the threads and locks of every test before is a trap.
+    options = json.dumps({"root": root.url, "storage_options": s3_options})
+    output = subprocess.run([sys.executable, "-c", LOADERS, options], capture_output=True, text=True, check=False)
+    assert output.returncode == 0, output.stderr
+    assert json.loads(output.stdout) == {"fork": list(known), "spawn": list(known)}
 
     shard = manifest.shards[0]
     bad = bytearray(root.read_bytes(shard.path))
