@@ -155,7 +155,7 @@ def precheck(settings: JobSettings) -> Checked:
         model,
         resolve_layer_ids(settings.layers, model.n_layers),
         resolve_max_length(settings, model),
-        input_files(settings.data),
+        input_files(settings.data, exclude=settings.root),
         load_chat_tokenizer(_tokenizer_settings(settings, model), settings.chat),
     )
     refuse_extra(settings.engine.extra)
@@ -198,6 +198,7 @@ def _plan(settings: JobSettings, checked: Checked, spec: JobSpec) -> Plan:
         checked.tokenizer,
         max_length=checked.max_length,
         vocab_size=checked.model.vocab_size,
+        files=checked.files,
         on_progress=progress.advance,
     )
     return make_plan(checked.root, spec, items, shard_bytes=settings.store.shard_bytes)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from extract_core.chat.jsontext import TooDeepError, parse_json
 from extract_core.chat.types import Conversation, DropReason, RowProblem, Tokenized
 
 COLUMNS = ("input_ids", "loss_mask", "messages", "conversations", "tools", "chat_template_kwargs", "system")
@@ -138,6 +139,7 @@ def _conversation(row: Mapping[str, Any], shape: str) -> Conversation:
         for i, tool in enumerate(conversation.tools or []):
             if not isinstance(tool, Mapping):
                 raise RowProblem(DropReason.WRONG_TYPE, f"expected an object, got {_kind(tool)}", f"tools[{i}]")
+            refuse_surrogates(tool, f"tools[{i}]")
     kwargs = row.get("chat_template_kwargs")
     if kwargs is not None and kwargs != "":
         conversation.template_kwargs = _template_kwargs(kwargs)
@@ -154,6 +156,7 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
     reserved = sorted(RESERVED_KWARGS & set(value))
     if reserved:
         raise RowProblem(DropReason.INVALID_VALUE, f"{', '.join(reserved)} cannot be set by a row", name)
+    refuse_surrogates(value, name)
     return {str(key): item for key, item in value.items() if item is not None}
 
 
@@ -261,6 +264,7 @@ def _tool_call(raw: Any, where: str, index: int) -> dict[str, Any]:
         )
     call: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     call["id"] = raw["id"] if isinstance(raw.get("id"), str) else f"call_{index}"
+    refuse_surrogates({"id": call["id"], **call["function"]}, where)
     return call
 
 
@@ -274,8 +278,10 @@ def _json_list(value: Any, name: str) -> list[Any]:
 
 def _from_json(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except TooDeepError as error:
+        raise RowProblem(DropReason.INVALID_VALUE, f"the JSON is {error}", name) from None
+    except ValueError:
         raise RowProblem(DropReason.INVALID_VALUE, f"the text is not JSON: {text[:60]!r}", name) from None
 
 
@@ -289,6 +295,23 @@ def _text(value: Any, where: str) -> str:
             DropReason.INVALID_UTF8, f"a lone surrogate at character {error.start} is not Unicode text", where
         ) from None
     return value
+
+
+def refuse_surrogates(value: Any, where: str) -> None:
+    """Check every text and key inside a decoded JSON value.
+
+    Raises:
+        RowProblem: ``invalid_utf8``, with the place of the first lone surrogate.
+    """
+    if isinstance(value, str):
+        _text(value, where)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _text(str(key), f"{where}.{key}")
+            refuse_surrogates(item, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            refuse_surrogates(item, f"{where}[{i}]")
 
 
 def _characters(message: Mapping[str, Any]) -> int:

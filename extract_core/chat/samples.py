@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from extract_core.chat.conversation import parse_row
-from extract_core.chat.inputs import input_files
+from extract_core.chat.inputs import InputFile, input_files
 from extract_core.chat.mask import assistant_turns, mask_conversation
 from extract_core.chat.tokenizer import ChatTokenizer
 from extract_core.chat.types import (
@@ -32,6 +32,7 @@ def read_samples(
     *,
     max_length: int,
     vocab_size: int,
+    files: Sequence[InputFile] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Iterator[Sample | Dropped]:
     """Stream the input as samples, in the order of the files and rows.
@@ -46,20 +47,24 @@ def read_samples(
         tokenizer: from ``load_chat_tokenizer`` with the same ``chat``.
         max_length: samples are cut on the right to this many tokens.
         vocab_size: rows of the model's embedding; a token id at or above it drops the candidate.
+        files: what ``input_files`` gave before, so that exactly those are read; default: look again.
         on_progress: called with the number of rows read so far, after each row.
 
     Raises:
         InputDataError: the input as a whole cannot be used: nothing there, unreadable, or no row at all.
         TemplateError: the tokenizer has no chat template and a row needs one, or the template failed on every row.
     """
-    files = input_files(data)
+    files = input_files(data) if files is None else files
     tally = Tally()
     rows = 0
     for file in files:
+        samples_before, first_unread = tally.samples, None
         for number, raw in file.rows():
             if data.limit is not None and rows >= data.limit:
                 break
             rows += 1
+            if first_unread is None:
+                first_unread = isinstance(raw, RowProblem)
             source = Source(file.path, number)
             try:
                 if isinstance(raw, RowProblem):
@@ -74,6 +79,8 @@ def read_samples(
                 yield item
             if on_progress is not None:
                 on_progress(rows)
+        if first_unread and tally.samples == samples_before:
+            file.refuse_other_kind()
     if rows == 0:
         names = files[0].path if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
         raise InputDataError("the input has no rows; expected at least one conversation", file=names)

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from extract_core.chat.conversation import REASONING_FIELDS, RESERVED_KWARGS
+from extract_core.chat.conversation import REASONING_FIELDS, RESERVED_KWARGS, refuse_surrogates
+from extract_core.chat.jsontext import parse_json
 from extract_core.chat.types import Conversation, DropReason, RowProblem
 from extract_core.errors import ModelError, TemplateError
 from extract_core.settings import ChatSettings, ModelSettings
@@ -169,10 +170,11 @@ class ChatTokenizer:
         """The conversation in the dialect of this template, with the profile that says so.
 
         Raises:
+            RowProblem: ``invalid_utf8``: the arguments of a call, parsed for this template, are not Unicode text.
             TemplateError: the tokenizer has no template.
         """
         profile = self.profile(conversation)
-        messages = [self._adapt(message, profile) for message in conversation.messages]
+        messages = [self._adapt(message, profile, f"messages[{i}]") for i, message in enumerate(conversation.messages)]
         adapted = Conversation(
             messages, conversation.tools, conversation.template_kwargs, characters=conversation.characters
         )
@@ -186,8 +188,9 @@ class ChatTokenizer:
         The second value is None for tokenizers without offsets.
 
         Raises:
-            RowProblem: ``tokenizer_failed``.
+            RowProblem: ``tokenizer_failed``, or ``invalid_utf8`` where the text is no Unicode text.
         """
+        refuse_surrogates(text, "messages")
         fast = bool(self.hf.is_fast)
         try:
             encoded = self.hf(
@@ -280,7 +283,7 @@ class ChatTokenizer:
             raise _render_problem(error) from error
         return text
 
-    def _adapt(self, message: dict[str, Any], profile: TemplateProfile) -> dict[str, Any]:
+    def _adapt(self, message: dict[str, Any], profile: TemplateProfile, where: str) -> dict[str, Any]:
         message = dict(message)
         if message["role"] == "developer" and not profile.developer_role:
             message["role"] = "system"
@@ -290,7 +293,10 @@ class ChatTokenizer:
         if "reasoning_content" in message and profile.reasoning_field not in (None, "reasoning_content"):
             message[str(profile.reasoning_field)] = message.pop("reasoning_content")
         if "tool_calls" in message:
-            message["tool_calls"] = [_call(call, as_text=profile.arguments_as_text) for call in message["tool_calls"]]
+            message["tool_calls"] = [
+                _call(call, f"{where}.tool_calls[{i}]", as_text=profile.arguments_as_text)
+                for i, call in enumerate(message["tool_calls"])
+            ]
         return message
 
     def _probe(self, template: str, conversation: Conversation) -> TemplateProfile:
@@ -486,16 +492,18 @@ def _date(text: str) -> datetime.datetime:
         raise TemplateError(f"chat.template_date: {text!r} is not a date like 2025-01-01") from None
 
 
-def _call(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+def _call(call: dict[str, Any], where: str, *, as_text: bool) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
+            parsed = parse_json(arguments)
+        except ValueError:
             parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+        if isinstance(parsed, dict):
+            refuse_surrogates(parsed, f"{where}.arguments")
+            arguments = parsed
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 

@@ -45,6 +45,19 @@ class DropReason(StrEnum):
 _BY_RULE = frozenset({DropReason.NO_ASSISTANT_TURN, DropReason.NO_SUPERVISED_TOKEN, DropReason.TRUNCATED_AWAY})
 
 
+_LONGEST_DETAIL, _LONGEST_FIELD, _LEFT_OUT = 1000, 200, " [...] "
+
+
+def printable(text: str, longest: int) -> str:
+    """Text for one line of a log or a file: what cannot be printed or encoded is escaped, too much is left out."""
+    if len(text) > longest:
+        head, tail = longest * 2 // 3, longest - longest * 2 // 3 - len(_LEFT_OUT)
+        text = f"{text[:head]}{_LEFT_OUT}{text[-tail:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a sample comes from.
@@ -88,17 +101,22 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """An input candidate that is not published, and why."""
+    """An input candidate that is not published, and why; what it quotes from the data is made ``printable``."""
 
     source: Source
     reason: DropReason
     detail: str
     field: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", printable(self.detail, _LONGEST_DETAIL))
+        if self.field is not None:
+            object.__setattr__(self, "field", printable(self.field, _LONGEST_FIELD))
+
     @property
     def message(self) -> str:
         """One line for people: file, row, turn, field, what was expected and what came."""
-        where = str(self.source) if self.field is None else f"{self.source}, field {self.field!r}"
+        where = str(self.source) if self.field is None else f"{self.source}, field '{self.field}'"
         return f"{where}: {self.detail} [{self.reason.value}]"
 
 

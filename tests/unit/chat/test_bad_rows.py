@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from extract_core.chat import Dropped, DropReason, Sample, Tally, sample_id_of
+from extract_core.chat import Dropped, DropReason, Sample, Source, Tally, sample_id_of
 from extract_core.errors import InputDataError, TemplateError
 from tests.unit.chat import kit
 from tests.unit.chat.kit import GOOD, chat_tokenizer, read, write_jsonl
@@ -22,6 +22,9 @@ BAD = [
     (b"{not json", "not_json", None, "not valid JSON at column 2"),
     (b'{"messages": [', "not_json", None, "not valid JSON"),
     (b"[" * 100_000, "not_json", None, "nested too deeply"),
+    (b'{"messages": ' + b"[" * 250 + b"]" * 250 + b"}", "not_json", None, "nested too deeply (more than 200 levels)"),
+    ({"messages": "[" * 250 + "]" * 250}, "invalid_value", "messages", "nested too deeply (more than 200 levels)"),
+    (b'{"\\ud800": 1, "\\u001b[0m": 1}', "missing_field", "messages", r"the row has \x1b[0m, \ud800"),
     (b'{"n": ' + b"9" * 5000 + b"}", "not_json", None, "not valid JSON"),
     (b'{"messages": "\xff"}', "invalid_utf8", None, "byte 0xff at 14"),
     (b"[1, 2]", "not_an_object", None, "expected a JSON object, got list"),
@@ -70,6 +73,28 @@ BAD = [
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         "invalid_utf8",
         "messages[0].content",
+        "lone surrogate",
+    ),
+    (_messages(USER, ANSWER, tools=[{"a": {"b": ["\ud800"]}}]), "invalid_utf8", "tools[0].a.b[0]", "lone surrogate"),
+    (_messages(USER, ANSWER, tools=[{"\udfff": 1}]), "invalid_utf8", r"tools[0].\udfff", "lone surrogate"),
+    (
+        _messages(USER, ANSWER, chat_template_kwargs={"x": "\ud800"}),
+        "invalid_utf8",
+        "chat_template_kwargs.x",
+        "lone surrogate",
+    ),
+    (
+        _messages(
+            USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "\ud800"}}}]}
+        ),
+        "invalid_utf8",
+        "messages[1].tool_calls[0].arguments.a",
+        "lone surrogate",
+    ),
+    (
+        _messages(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]}),
+        "invalid_utf8",
+        "messages[1].tool_calls[0].arguments.a",
         "lone surrogate",
     ),
     (_messages(USER, {"role": "assistant", "tool_calls": 1}), "wrong_type", "messages[1].tool_calls", "a list"),
@@ -219,3 +244,30 @@ def test_equal_content_has_an_equal_id_and_the_mask_counts(tmp_path) -> None:
     assert (first.mask_method, third.mask_method) == ("given", "all")
     assert first.token_ids.dtype == np.int32
     assert first.loss_mask.dtype == np.uint8
+
+
+def test_what_is_quoted_from_the_data_is_short_and_can_be_written() -> None:
+    quoted = Dropped(Source("a.jsonl", 1), DropReason.INVALID_VALUE, "\ud800\n\x00é" + "x" * 5000 + "end", "f" * 5000)
+    assert quoted.detail.startswith(r"\ud800\n\x00éxxx")
+    assert quoted.detail.endswith("xend")
+    assert " [...] " in quoted.detail
+    assert len(quoted.detail) < 1100
+    assert len(quoted.field) == 200
+    assert quoted.message.encode().decode().isprintable()
+
+
+def test_tool_calls_of_text_arguments_stay_as_they_are_where_the_template_wants_text(tmp_path) -> None:
+    """The escape inside JSON text is plain ASCII: only a template that takes objects meets the surrogate."""
+    template = kit.TOOLS.replace("(c.function.arguments | tojson)", "c.function.arguments").replace(
+        "+ m.content }", "+ (m.content or '') }"
+    )
+    call = {"name": "f", "arguments": '{"a": "\\ud800"}'}
+    path = write_jsonl(tmp_path / "c.jsonl", _messages(USER, {"role": "assistant", "tool_calls": [call]}))
+    (item,) = read(path, chat_tokenizer(template))
+    assert isinstance(item, Sample), item
+
+
+def test_surrogate_from_the_jobs_own_variables_is_named_as_what_it_is(tmp_path) -> None:
+    tokenizer = chat_tokenizer("{{ greeting }}" + kit.CHATML, template_kwargs={"greeting": "\ud800"})
+    (dropped,) = read(write_jsonl(tmp_path / "c.jsonl", GOOD), tokenizer)
+    assert (dropped.reason, dropped.field) == (DropReason.INVALID_UTF8, "messages")

@@ -59,12 +59,100 @@ def test_json_array_is_streamed(tmp_path) -> None:
     assert (dropped.reason, dropped.source.row) == (DropReason.NOT_AN_OBJECT, 2)
 
 
-def test_json_array_that_is_cut_off_keeps_its_whole_rows(tmp_path) -> None:
+LINE = json.dumps(GOOD).encode()
+ROW_ONLY = [
+    (b'{"messages": "\xff"}', "invalid_utf8"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_utf8"),
+    (b'{"n": ' + b"9" * 5000 + b"}", "not_json"),
+    (b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", "not_json"),
+    (b'{"text": NaN}', "missing_field"),
+    (b'{"text": 1e999}', "missing_field"),
+    (b"5", "not_an_object"),
+    (b'"],[\\"{"', "not_an_object"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), ROW_ONLY)
+def test_bad_row_costs_only_itself_in_an_array_and_in_jsonl_alike(tmp_path, row, reason) -> None:
+    (tmp_path / "a.json").write_bytes(b" [\n" + b" ,\r\n".join([LINE, row, LINE]) + b"\n]\n")
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([LINE, row, LINE]))
+    for name in ("a.json", "a.jsonl"):
+        items = read(tmp_path / name)
+        assert [type(item) for item in items] == [Sample, Dropped, Sample]
+        assert [item.source.row for item in items] == [1, 2, 3]
+        assert items[1].reason.value == reason
+
+
+@pytest.mark.parametrize("row", [b'{"n": NaN}', b'{"n": 1e999}'])
+def test_numbers_that_json_does_not_have_are_taken_in_an_array_as_in_jsonl(tmp_path, row) -> None:
+    row = row[:-1] + b"," + LINE[1:]
+    (tmp_path / "a.json").write_bytes(b"[" + row + b"," + LINE + b"]")
+    assert [type(item) for item in read(tmp_path / "a.json")] == [Sample, Sample]
+
+
+BROKEN = [
+    (b"[" + LINE + b"," + LINE[:-9], 2, "the file ends inside the array"),
+    (b"[" + LINE + b",", 2, "the file ends inside the array"),
+    (b"[" + LINE + b", {bad}, " + LINE + b"]", 2, "not valid JSON at column 2"),
+    (b"[" + LINE + b', {"a": "x}, ' + LINE + b', {"b": x"}, ' + LINE + b"]", 2, "not valid JSON"),
+    (b"[" + LINE + b', {"a": [1}, {"b": 2}], ' + LINE + b"]", 2, "not valid JSON"),
+    (b"[" + LINE + b" " + LINE + b"]", 1, "Extra data"),
+    (b"[" + LINE + b",," + LINE + b"]", 2, "expected a value, got ','"),
+    (b"[" + LINE + b",]", 2, "expected a value, got ']'"),
+    (b"[" + LINE + b"}", 2, "expected ',' or ']', got '}'"),
+    (b"[" + LINE + b"]\n[" + LINE + b"]", 2, "something follows the end of the array"),
+    (b"[" + LINE + b"," + b"[" * 100_000 + b"]" * 100_000 + b"]", 2, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("content", "row", "text"), BROKEN)
+def test_array_whose_rows_cannot_be_told_apart_stops_the_job(tmp_path, content, row, text) -> None:
+    """Never a dropped row and an early end: rows that nobody counted would be missing from the accounts."""
     path = tmp_path / "chats.json"
-    path.write_bytes(json.dumps([GOOD, OTHER, GOOD]).encode()[:-20])
-    items = read(path)
-    assert [type(item) for item in items] == [Sample, Sample, Dropped]
-    assert f"{path}, row 3: the file ends inside this record" in items[-1].message
+    path.write_bytes(content)
+    error = _raises(path, text)
+    assert (error.file, error.row) == (str(path), row)
+    assert "write it as JSONL, one object per line, where a bad row costs only itself" in str(error)
+
+
+def test_array_larger_than_what_is_read_at_once(tmp_path) -> None:
+    long = {"messages": [{"role": "user", "content": '\\"]}[{,' * 400_000}, GOOD["messages"][1]]}
+    rows = [GOOD, {"messages": []}, *[OTHER] * 30_000]
+    path = tmp_path / "chats.json.gz"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + json.dumps([*rows, long, GOOD]).encode(), 1))
+    (file,) = input_files(DataSettings(path=str(path)))
+    read_back = list(file.rows())
+    assert [number for number, _ in read_back] == list(range(1, 30_005))
+    assert [row for _, row in read_back] == [*rows, long, GOOD]
+
+
+def test_empty_array_has_no_rows(tmp_path) -> None:
+    (tmp_path / "a.json").write_text(" [ \n ] ")
+    _raises(tmp_path / "a.json", "the input has no rows")
+
+
+OTHER_KINDS = [
+    ("a.json", json.dumps(GOOD, indent=2).encode(), "JSON written over several lines"),
+    ("a.jsonl", json.dumps(GOOD, indent=2).encode() + b"\n" + json.dumps(OTHER, indent=2).encode(), "several lines"),
+    ("a.json", json.dumps({"data": [GOOD] * 2000}, indent=1).encode(), "JSON written over several lines"),
+    ("a.jsonl", json.dumps([GOOD, OTHER]).encode(), "one JSON array, expected one object per line; name it .json"),
+    ("a.jsonl", json.dumps([GOOD] * 2000).encode(), "one JSON array"),
+    ("a.jsonl", json.dumps([GOOD, OTHER], indent=2).encode(), "one JSON array"),
+    ("a.jsonl", (json.dumps(GOOD) + "\n").encode("utf-16"), "UTF-16 or UTF-32 text, expected UTF-8"),
+    ("a.json", json.dumps([GOOD]).encode("utf-16-be"), "UTF-16 or UTF-32 text, expected UTF-8"),
+    ("a.jsonl", LINE + b"\r" + LINE + b"\r", "a lone carriage return, expected a line feed"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "text"), OTHER_KINDS)
+def test_file_of_another_kind_is_recognised(tmp_path, name, content, text) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert _raises(tmp_path, text).file == str(tmp_path / name)
+
+
+def test_bad_rows_alone_are_no_other_kind_of_file(tmp_path) -> None:
+    assert len(read(write_jsonl(tmp_path / "a.jsonl", b"{bad", b"[1", b"{", {"messages": 1}))) == 4
+    assert len(read(write_jsonl(tmp_path / "b.jsonl", b"[1]", b"[2]"))) == 2
 
 
 def test_parquet_with_structs_and_nulls(tmp_path) -> None:
@@ -191,6 +279,112 @@ def test_inputs_that_cannot_be_used(tmp_path) -> None:
     (folder / "b.parquet").write_bytes(b"x")
     _raises(folder, "both JSON and Parquet files")
     _raises([], "at least one path")
+
+
+@pytest.mark.parametrize("path", ["", " ", [""], "file://"])
+def test_empty_path_is_not_the_current_directory(tmp_path, monkeypatch, path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", GOOD)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputDataError, match=r"data\.path is empty"):
+        input_files(DataSettings(path=path))
+
+
+def test_what_is_no_file_is_called_what_it_is(tmp_path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", GOOD)
+    odd = folder / "b.jsonl"
+    odd.symlink_to("gone.jsonl")
+    for place in (odd, folder, folder / "*.jsonl"):
+        error = _raises(place, "is a link to gone.jsonl, which does not exist")
+        assert error.file == str(odd)
+    odd.unlink()
+    odd.symlink_to(odd)
+    for place in (odd, folder):
+        assert _raises(place, "is a loop of symbolic links").file == str(odd)
+    odd.unlink()
+    os.mkfifo(odd)
+    for place in (odd, folder, folder / "*.jsonl"):
+        assert _raises(place, "expected a file, it is a named pipe").file == str(odd)
+    odd.unlink()
+    _raises("/dev/null", "it is a device")
+    _raises("file://~nosuchuser_/a.jsonl", "cannot be read")
+    (folder / "notes.txt").symlink_to("gone.txt")
+    assert len(read(folder)) == 1
+
+
+def test_name_that_is_not_utf8(tmp_path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff.jsonl"
+    with open(name, "wb") as file:
+        file.write(LINE)
+    _raises(tmp_path, r"\udcff.jsonl, field 'data.path': the name is not valid UTF-8")
+
+
+def test_links_to_folders_are_followed_once(tmp_path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "far" / "a.jsonl", GOOD)
+    (tmp_path / "data" / "part").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "back").symlink_to(tmp_path / "data")
+    assert [file.path for file in input_files(DataSettings(path=str(tmp_path / "data")))] == [
+        str(tmp_path / "data" / "part" / "a.jsonl")
+    ]
+
+
+def test_the_jobs_own_root_is_no_input(tmp_path, monkeypatch) -> None:
+    plans = tmp_path / "data" / "out" / "plans" / "0123"
+    plans.mkdir(parents=True)
+    chats = write_jsonl(tmp_path / "data" / "a.jsonl", GOOD)
+    own = write_jsonl(plans / "dropped.jsonl", GOOD)
+    monkeypatch.chdir(tmp_path)
+
+    def found(path: object, root: str) -> list[str]:
+        return [file.path for file in input_files(DataSettings(path=str(path)), exclude=root)]
+
+    for root in (str(tmp_path / "data" / "out"), "data/out", f"file://{tmp_path}/data/out/"):
+        assert found(tmp_path / "data", root) == [str(chats)]
+        assert found(tmp_path / "data" / "**" / "*.jsonl", root) == [str(chats)]
+        with pytest.raises(InputDataError, match="lies inside the root of the dataset that this job writes"):
+            found(own, root)
+    with pytest.raises(InputDataError, match="keep the chats in another folder"):
+        found(tmp_path / "data", str(tmp_path / "data"))
+    assert found(tmp_path / "data", "s3://data/out") == [str(chats), str(own)]
+    assert found(tmp_path / "data", str(tmp_path / "data" / "ou")) == [str(chats), str(own)]
+
+
+def test_the_jobs_own_root_behind_a_url_is_no_input() -> None:
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    for name in ("a.jsonl", "out/plans/0123/dropped.jsonl", "out2/b.jsonl"):
+        fs.pipe(f"/own/{name}", LINE)
+    for path in ("memory://own", "memory://own/**/*.jsonl"):
+        found = input_files(DataSettings(path=path), exclude="memory://own/out/")
+        assert [file.path for file in found] == ["memory:///own/a.jsonl", "memory:///own/out2/b.jsonl"]
+    with pytest.raises(InputDataError, match="lies inside the root"):
+        input_files(DataSettings(path="memory://own/out/plans"), exclude="memory://own/out")
+
+
+def test_hugging_face_dataset_without_rows(tmp_path) -> None:
+    datasets = pytest.importorskip("datasets")
+    empty, part = datasets.Dataset.from_dict({"messages": []}), datasets.Dataset.from_list([GOOD])
+    empty.save_to_disk(str(tmp_path / "empty"))
+    datasets.DatasetDict({"train": part, "test": empty}).save_to_disk(str(tmp_path / "both"))
+    _raises(tmp_path / "empty", "the input has no rows")
+    _raises(tmp_path / "both", "the input has no rows", split="test")
+    assert len(read(tmp_path / "both")) == 1
+
+
+def test_only_the_files_given_are_read(tmp_path) -> None:
+    from extract_core.chat import read_samples
+    from extract_core.settings import ChatSettings
+
+    write_jsonl(tmp_path / "a.jsonl", GOOD)
+    data = DataSettings(path=str(tmp_path))
+    files = input_files(data)
+    write_jsonl(tmp_path / "b.jsonl", OTHER)
+    items = read_samples(data, ChatSettings(), chat_tokenizer(), max_length=99, vocab_size=500, files=files)
+    assert [item.source.file for item in items] == [str(tmp_path / "a.jsonl")]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
