@@ -10,6 +10,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def shortened(text: str, limit: int = 200) -> str:
+    """A user's value for a message: cut in the middle where it is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    head = limit * 2 // 3
+    return f"{text[:head]} ... {text[-(limit - head) :]} ({len(text):,} characters)"
+
+
 class CoresampleError(Exception):
     """Base of every failure that Coresample itself reports; its text is meant for the user."""
 
@@ -76,6 +84,18 @@ class StoreUnavailableError(StoreError):
 
 class NoSpaceError(StoreError):
     """A disk or quota is full; committed shards are kept and the same command resumes."""
+
+
+class RootError(StoreError):
+    """The dataset root (or the spool) names a place that cannot be used: wrong path, link, type or permissions."""
+
+    exit_code = 2
+
+
+class NoSuchVersionError(StoreError):
+    """The dataset root has no such published version; names those that it has."""
+
+    exit_code = 2
 
 
 class AlreadyExistsError(StoreError):

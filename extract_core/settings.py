@@ -9,21 +9,42 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import reprlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 from pydantic_settings import SettingsError as SettingsSourceError
 
-from extract_core.errors import SettingsError
+from extract_core.errors import SettingsError, shortened
 
+_PREFIX = "CORESAMPLE_"
+_OWN_VARIABLES = frozenset({"CORESAMPLE_ENGINE_FDS"})
+"""Variables that a process of ours sets for its child: settings of nobody, allowed everywhere."""
+
+_MOST_NODES = 100_000
+_MOST_BYTES = 2**60
+_LONGEST_PATH = 4096
+_LAYERS_HELP = "write layers: [2, 15, 30] or 2,15,30"
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -31,24 +52,76 @@ def parse_bytes(value: object) -> object:
     """``"512MiB"`` -> 536870912; numbers pass through.
 
     Raises:
-        ValueError: the text is not a number with a known unit.
+        ValueError: the text is not a number with a known unit, or the size is beyond 2**60 bytes.
     """
+    if isinstance(value, bool):
+        raise ValueError("true and false are no sizes; write bytes, or a number with a unit such as 512MiB")
+    if isinstance(value, int | float) and value > _MOST_BYTES:
+        raise ValueError("more than 2**60 bytes (1 EiB); write bytes, or a number with a unit such as 512MiB")
     if not isinstance(value, str):
         return value
     text = value.strip().lower().replace(" ", "").replace("_", "")
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
     unit = text[len(number) :] or "b"
     try:
-        return int(float(number) * _UNITS[unit])
+        size = float(number) * _UNITS[unit]
     except (ValueError, KeyError):
-        raise ValueError(f"{value!r} is not a size; write a number with one of {', '.join(_UNITS)}") from None
+        size = float("nan")
+    if size != size:
+        raise ValueError(f"{shortened(value)!r} is not a size; write a number with one of {', '.join(_UNITS)}")
+    if size > _MOST_BYTES:
+        raise ValueError(f"{shortened(value)!r} is more than 2**60 bytes (1 EiB); write a smaller size, e.g. 512MiB")
+    return int(size)
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
+def check_path(value: str) -> str:
+    """A path or URL as text that the operating system can take.
+
+    Raises:
+        ValueError: it has a NUL, is longer than any path, or its ``~user`` has no home here.
+    """
+    if "\0" in value:
+        raise ValueError("a path cannot hold a NUL character; remove it")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError("the path holds half a character (a lone surrogate); write it anew") from None
+    if len(value) > _LONGEST_PATH:
+        raise ValueError(
+            f"a path has at most {_LONGEST_PATH:,} characters, this has {len(value):,}; give a shorter one"
+        )
+    if value.startswith("~") and os.path.expanduser(value) == value:  # noqa: PTH111 -- pathlib raises RuntimeError
+        who = value.partition("/")[0]
+        raise ValueError(f"{who} names no home folder on this machine; write the path in full, or ./{who} for a name")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(check_path)]
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    """Whether a field's type is a number, or a union with one, and not a truth value as well."""
+    kinds = {annotation, *get_args(annotation)}
+    kinds |= {part for kind in kinds for part in get_args(kind)}
+    return bool(kinds & {int, float}) and bool not in kinds
+
+
+def _refuse_truth_values(fields: dict[str, Any], value: object, name: str | None) -> object:
+    if isinstance(value, bool) and name in fields and _takes_numbers(fields[name].annotation):
+        raise ValueError("true and false are no numbers; write a number")
+    return value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_values_are_no_numbers(cls, value: object, info: ValidationInfo) -> object:
+        return _refuse_truth_values(cls.model_fields, value, info.field_name)
 
 
 _SECRETS = {"key", "secret", "token", "password", "secret_key", "access_key", "aws_secret_access_key", "account_key"}
@@ -81,9 +154,9 @@ StorageOptions = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
 class ModelSettings(_Section):
     """The target model; ``path`` is a local directory or a hub id."""
 
-    path: str = Field(description="Local directory or hub id of the model whose hidden states are captured.")
+    path: PathText = Field(description="Local directory or hub id of the model whose hidden states are captured.")
     revision: str | None = Field(None, description="Hub revision (commit, tag or branch) of model and tokenizer.")
-    tokenizer: str | None = Field(None, description="Tokenizer directory or hub id; the model's own when absent.")
+    tokenizer: PathText | None = Field(None, description="Tokenizer directory or hub id; the model's own when absent.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Compute dtype of the engine; auto is the checkpoint's own, bfloat16 for float32 ones."
     )
@@ -93,7 +166,7 @@ class ModelSettings(_Section):
 class DataSettings(_Section):
     """Where the chats are."""
 
-    path: str | list[str] = Field(
+    path: PathText | list[PathText] = Field(
         description="JSONL or Parquet file(s), a folder of them, a glob, or a Hugging Face dataset saved to disk."
     )
     format: Literal["auto", "jsonl", "parquet", "hf"] = Field("auto", description="Input format; auto by name.")
@@ -116,7 +189,7 @@ class ChatSettings(_Section):
     max_length: int | None = Field(
         None, ge=2, description="Right-truncate samples to this many tokens; default: what the model allows."
     )
-    template: str | None = Field(None, description="File with a chat template that replaces the tokenizer's own.")
+    template: PathText | None = Field(None, description="File with a chat template that replaces the tokenizer's own.")
     template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Extra template variables.")
     template_date: str = Field(
         "2025-01-01",
@@ -159,7 +232,7 @@ class StoreSettings(_Section):
         "auto", description="Dtype of the stored rows; auto is the engine's compute dtype."
     )
     encoding: Literal["none"] = Field("none", description="Encoding of the rows in a shard.")
-    spool: str | None = Field(
+    spool: PathText | None = Field(
         None, description="Local folder for shards being written; default: beside a local root, else the temp folder."
     )
     storage_options: StorageOptions = Field(
@@ -187,19 +260,20 @@ class JobSettings(BaseSettings):
     """Everything about one extraction job."""
 
     model_config = SettingsConfigDict(
-        env_prefix="CORESAMPLE_",
+        env_prefix=_PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
         nested_model_default_partial_update=True,
     )
 
-    root: str = Field(description="Where the dataset goes: a directory or s3://bucket/prefix.")
+    root: PathText = Field(description="Where the dataset goes: a directory or s3://bucket/prefix.")
     model: ModelSettings
     data: DataSettings
     chat: ChatSettings = ChatSettings()
-    layers: tuple[int, ...] | None = Field(
-        None, description="Layer ids k (stream after k blocks); default for EAGLE-3: 2, n//2, n-3 and n."
+    layers: Annotated[tuple[int, ...] | None, NoDecode] = Field(
+        None,
+        description="Layer ids k (stream after k blocks), a list or 2,15,30; default for EAGLE-3: 2, n//2, n-3 and n.",
     )
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()
@@ -213,6 +287,30 @@ class JobSettings(BaseSettings):
         le=1,
         description="Publish only if at least this share of the input is published or excluded by rule.",
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_values_are_no_numbers(cls, value: object, info: ValidationInfo) -> object:
+        if info.field_name == "layers":
+            return value
+        return _refuse_truth_values(cls.model_fields, value, info.field_name)
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers_as_written(cls, value: object) -> object:
+        if isinstance(value, str):
+            text = value.strip()
+            if text.startswith("[") and text.endswith("]"):  # as the environment writes lists
+                text = text[1:-1]
+            parts = [part.strip() for part in text.split(",")]
+            if not all(re.fullmatch(r"[-+]?[0-9]{1,9}", part) for part in parts):
+                raise ValueError(f"not a list of layer ids; {_LAYERS_HELP}")
+            return tuple(int(part) for part in parts)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(type(k) is int for k in value):
+            raise ValueError(f"layer ids are whole numbers in a list; {_LAYERS_HELP}")
+        return tuple(value)
 
     @field_validator("layers")
     @classmethod
@@ -253,18 +351,56 @@ def load_job(path: str | os.PathLike[str] | None, overrides: dict[str, Any] | No
         SettingsError: names the file, the field, what came and, for an unknown field, the nearest known name.
     """
     tree: dict[str, Any] = {}
+    source = str(path) if path is not None else "settings"
     if path is not None:
         tree = _read_yaml(Path(path))
     flags: dict[str, Any] = {}
     for dotted, value in (overrides or {}).items():
         _set(flags, dotted, value)
+    _refuse_unknown_variables()
     try:
         environment = EnvSettingsSource(JobSettings)()
         return JobSettings(**_merged(_merged(tree, environment), flags))
     except SettingsSourceError as error:
         raise SettingsError(f"environment: {error}; nested fields are written CORESAMPLE_MODEL__PATH") from error
     except ValidationError as error:
-        raise SettingsError(_explain(error, str(path) if path is not None else "settings")) from error
+        raise SettingsError(_explain(error, source)) from error
+    except RecursionError:
+        raise SettingsError(f"{source}: a value is nested too deeply; write it flatter") from None
+
+
+def _refuse_unknown_variables() -> None:
+    """Refuse environment variables with our prefix that set nothing: pydantic-settings would pass them over.
+
+    Raises:
+        SettingsError: names the variable and the nearest one that exists.
+    """
+    known = dict(_variables(JobSettings, _PREFIX))
+    for name in sorted(os.environ):
+        upper = name.upper()
+        if not upper.startswith(_PREFIX) or upper in _OWN_VARIABLES:
+            continue
+        top, *rest = upper.removeprefix(_PREFIX).split("__")
+        if f"{_PREFIX}{top}" in known and (not rest or known[f"{_PREFIX}{top}"]):
+            continue  # a field, or something in a section, which is refused there if it is unknown
+        near = difflib.get_close_matches(upper, known, n=1)
+        hint = f"did you mean {near[0]}? Correct or unset it" if near else "correct or unset it"
+        raise SettingsError(
+            f"environment variable {shortened(name)} sets no field of a job; {hint} (fields of sections are written "
+            "with two underscores, e.g. CORESAMPLE_MODEL__PATH)"
+        )
+
+
+def _variables(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, bool]]:
+    """Every variable of a model, and whether it is a section."""
+    for field, info in model.model_fields.items():
+        name = f"{prefix}{field.upper()}"
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield name, True
+            yield from _variables(section, f"{name}__")
+        else:
+            yield name, False
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -277,25 +413,165 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    where = f"job file {shortened(str(path))}"
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SettingsError(f"job file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"job file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise SettingsError(f"job file {path} is not valid YAML: {error}") from error
+        raise SettingsError(f"{where} does not exist") from None
+    except OSError as error:
+        raise SettingsError(f"{where} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SettingsError(f"{where} cannot be read: {error}") from error
+    tree = parse_yaml(text, where)
     if not isinstance(tree, dict):
-        raise SettingsError(f"job file {path} must hold a mapping (root, model, data, ...), got {type(tree).__name__}")
+        raise SettingsError(f"{where} must hold a mapping (root, model, data, ...), got {type(tree).__name__}")
     return tree
+
+
+class _Wrong(yaml.YAMLError):
+    """Valid YAML that no job may hold; ``node`` is what is wrong."""
+
+    def __init__(self, problem: str, node: yaml.Node):
+        super().__init__(problem)
+        self.problem, self.node = problem, node
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values only: keys are text and unique, dates stay text, and aliases cannot multiply without bound."""
+
+    tree: yaml.Node | None = None
+
+    def get_single_node(self) -> yaml.Node | None:
+        self.tree = super().get_single_node()
+        if self.tree is not None:
+            _count(self.tree, {})
+        return self.tree
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
+            shown = shortened(str(node.value)) if isinstance(node, yaml.ScalarNode) else "this"
+            kind = node.tag.rpartition(":")[2]
+            raise _Wrong(
+                f"{shown!r} cannot be read as {kind} ({shortened(str(error))}); correct or quote it", node
+            ) from error
+
+
+def _as_text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return str(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _as_text)
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    """Refuse keys that are no text or come twice; YAML itself lets the last one win."""
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode) or key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            shown = shortened(str(key.value)) if isinstance(key, yaml.ScalarNode) else "here"
+            kind = key.tag.rpartition(":")[2]
+            raise _Wrong(f"key {shown} is {kind}, but names of fields are text; correct it, or quote it", key)
+        if key.value in seen:
+            raise _Wrong(
+                f"key {shortened(key.value)!r} is given twice, in line {seen[key.value]} and in line {line}; "
+                "remove one",
+                key,
+            )
+        seen[key.value] = line
+
+
+def _count(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Values that a node comes to when its aliases are written out; checks the keys on the way.
+
+    Raises:
+        _Wrong: without end, or more than any job has; or a key that no job has.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if node in known:
+        if not known[node]:
+            raise _Wrong("an alias holds itself; write the value out", node)
+        return known[node]
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(node)
+    known[node] = 0
+    total = 1
+    for item in node.value:
+        total += sum(_count(part, known) for part in item) if isinstance(item, tuple) else _count(item, known)
+    if total > _MOST_NODES:
+        raise _Wrong(f"aliases multiply to more than {_MOST_NODES:,} values; write what is meant", node)
+    known[node] = total
+    return total
+
+
+def _field(tree: yaml.Node | None, wanted: yaml.Node) -> str:
+    """Dotted name of the field that is, or holds, a node; empty when it is none."""
+    waiting: list[tuple[yaml.Node, str]] = [(tree, "")] if tree is not None else []
+    seen = set()
+    while waiting:
+        node, name = waiting.pop()
+        if node is wanted:
+            return name
+        if isinstance(node, yaml.ScalarNode) or node in seen:
+            continue
+        seen.add(node)
+        for number, item in enumerate(node.value):
+            if not isinstance(item, tuple):
+                waiting.append((item, f"{name}[{number}]"))
+                continue
+            key, value = item
+            inner = f"{name}.{key.value}".lstrip(".") if isinstance(key, yaml.ScalarNode) else name
+            waiting += [(value, inner), (key, inner)]
+    return ""
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Read YAML as job files and ``--set`` have it: plain values, no key twice, dates as text.
+
+    Args:
+        text: the YAML.
+        where: file or flag, for messages.
+
+    Raises:
+        SettingsError: one line that names place, line and what to do.
+    """
+    loader = None
+    try:
+        loader = _Loader(text)
+        return loader.get_single_data()
+    except _Wrong as error:
+        name = _field(loader.tree if loader is not None else None, error.node)
+        field = f"field {shortened(name)!r}, " if name else ""
+        raise SettingsError(f"{where}: {field}line {error.node.start_mark.line + 1}: {error.problem}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise SettingsError(f"{where} is not valid YAML: {place}{shortened(problem)}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{where} is not valid YAML: {shortened(' '.join(str(error).split()))}") from error
+    except RecursionError:
+        line = f" in line {loader.line + 1}" if loader is not None else ""
+        raise SettingsError(f"{where}: lists or sections are nested too deeply{line}; write them flatter") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
+    fields: Any = JobSettings.model_fields
     for part in parents:
+        info = fields.get(part)
+        fields = getattr(info.annotation, "model_fields", {}) if info is not None else {}
+        if info is not None and not fields and get_origin(info.annotation) is not dict:
+            raise SettingsError(f"cannot set {shortened(dotted)}: {part} is a value, not a section; set {part} itself")
         nested = tree.setdefault(part, {})
         if not isinstance(nested, dict):
-            raise SettingsError(f"cannot set {dotted}: {part} is {type(nested).__name__}, not a section")
+            raise SettingsError(f"cannot set {shortened(dotted)}: {part} is {type(nested).__name__}, not a section")
         tree = nested
     tree[leaf] = value
 
@@ -303,7 +579,7 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
 def _explain(error: ValidationError, source: str) -> str:
     lines = []
     for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"]) or "(job)"
+        field = shortened(".".join(str(part) for part in item["loc"]) or "(job)")
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(item["loc"][-1]), _known(item["loc"][:-1]), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -312,9 +588,23 @@ def _explain(error: ValidationError, source: str) -> str:
             lines.append(f"{source}: field {field!r} is required and missing")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            came = "" if "storage_options" in item["loc"] else f"; got {item['input']!r}"  # may hold a secret
+            came = "" if "storage_options" in item["loc"] else f"; got {_brief(item['input'])}"  # may hold a secret
             lines.append(f"{source}: field {field!r}: {message}{came}")
     return "\n".join(lines)
+
+
+class _Brief(reprlib.Repr):
+    """Never makes the whole text first: a value of a few lines of YAML can have more characters than memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 200, 60, 120
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+
+def _brief(value: object) -> str:
+    """A value for a message, in about 200 characters."""
+    return shortened(_Brief().repr(value))
 
 
 def _known(loc: tuple[int | str, ...]) -> list[str]:

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from extract_core.cli import dataset, machine, work
-from extract_core.cli.common import on_sigterm
+from extract_core.cli.common import emit_error, on_sigterm
+
+
+class _Group(TyperGroup):
+    """Usage errors with ``--json`` are an object on standard output too, as other errors are."""
+
+    _as_json = False
+
+    def make_context(self, info_name: Any, args: list[str], *rest: Any, **extra: Any) -> Any:
+        self._as_json = "--json" in (args[: args.index("--")] if "--" in args else args)
+        return self._telling(lambda: super(_Group, self).make_context(info_name, args, *rest, **extra))
+
+    def invoke(self, ctx: Any) -> Any:
+        return self._telling(lambda: super(_Group, self).invoke(ctx))
+
+    def _telling(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except Exception as error:
+            # click's own class, of which typer has a copy in newer releases
+            if self._as_json and hasattr(error, "format_message") and getattr(error, "exit_code", 0) == 2:
+                emit_error("UsageError", error.format_message() or "no command; see --help", 2)
+            raise
+
 
 app = typer.Typer(
     name="coresample",
     help="Drill hidden states out of large language models and publish them as datasets that a trainer can trust.",
+    cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # its frames show local variables
     rich_markup_mode="rich",

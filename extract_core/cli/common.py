@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from extract_core.errors import CoresampleError, EngineError, NoSpaceError, SettingsError
+from extract_core.errors import CoresampleError, EngineError, NoSpaceError, SettingsError, shortened
 
 if TYPE_CHECKING:
+    from extract_core.settings import JobSettings
     from extract_core.store.root import Root
 
 P = ParamSpec("P")
@@ -149,7 +150,7 @@ def guarded(command: Callable[P, int | None]) -> Callable[P, None]:
             known = understood(error)
             if known is None:
                 if as_json:
-                    _emit_error(type(error).__name__, str(error), 1)
+                    emit_error(type(error).__name__, str(error), 1)
                 raise
             code = known.exit_code
             _report(type(known).__name__, str(known), code, as_json, known)
@@ -185,7 +186,7 @@ def understood(error: BaseException) -> CoresampleError | None:
 
 def _report(kind: str, message: str, code: int, as_json: bool, error: CoresampleError | None = None) -> None:
     if as_json:
-        _emit_error(kind, message, code, error)
+        emit_error(kind, message, code, error)
     with contextlib.suppress(BrokenPipeError):
         console = err()
         if isinstance(error, EngineError):
@@ -202,7 +203,8 @@ def _report(kind: str, message: str, code: int, as_json: bool, error: Coresample
         console.print(Text(lead, style=style) + Text(message, style="" if lead else style))
 
 
-def _emit_error(kind: str, message: str, code: int, error: CoresampleError | None = None) -> None:
+def emit_error(kind: str, message: str, code: int, error: CoresampleError | None = None) -> None:
+    """A failure with ``--json``."""
     document: dict[str, Any] = {"type": kind, "message": message, "exit_code": code}
     if isinstance(error, EngineError):
         document |= {"engine_traceback": error.engine_traceback, "log_tail": error.log_tail}
@@ -236,17 +238,16 @@ def parse_pairs(pairs: list[str] | None, option: str) -> dict[str, Any]:
     Raises:
         SettingsError: not a ``name=value``.
     """
-    import yaml
-
     result: dict[str, Any] = {}
     for pair in pairs or []:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip():
-            raise SettingsError(f"{option} {pair!r} is not of the form name=value, e.g. {option} chat.max_length=512")
-        try:
-            result[name.strip()] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise SettingsError(f"{option} {pair!r}: the value is not valid YAML: {error}") from error
+            raise SettingsError(
+                f"{option} {shortened(pair)!r} is not of the form name=value, e.g. {option} chat.max_length=512"
+            )
+        from extract_core.settings import parse_yaml
+
+        result[name.strip()] = parse_yaml(text, f"{option} {shortened(name.strip())}=...: the value")
     return result
 
 
@@ -267,7 +268,7 @@ def open_dataset(ref: str, storage: list[str] | None, job_file: str | None) -> t
         SettingsError: malformed, or a local root that does not exist.
     """
     from extract_core.store.root import Root
-    from extract_core.store.versions import parse_ref
+    from extract_core.store.versions import no_version_in, parse_ref
 
     url, version = parse_ref(ref)
     options: dict[str, Any] = {}
@@ -277,8 +278,26 @@ def open_dataset(ref: str, storage: list[str] | None, job_file: str | None) -> t
     root = Root.open(url, options)
     path = root.local_path("")
     if path is not None and not path.exists():
-        raise SettingsError(f"dataset root {path} does not exist; give the folder or URL that a job writes to")
+        wrong = no_version_in(ref) if version is None else ""
+        advice = wrong or "give the folder or URL that a job writes to"
+        raise SettingsError(f"dataset root {shortened(str(path))} does not exist; {advice}")
     return root, version
+
+
+def check_places(settings: JobSettings) -> None:
+    """Refuse a root or a spool that cannot be written, before anything slow happens; leaves nothing there.
+
+    Raises:
+        RootError, RootConflictError, NoSpaceError, SettingsError: names the field.
+    """
+    from extract_core.store.root import Root, check_writable, local_folder
+
+    root = Root.open(settings.root, settings.store.storage_options)
+    root.check_writable()
+    if settings.store.spool is not None:
+        check_writable(local_folder(settings.store.spool, "store.spool"), "store.spool")
+    elif (beside := root.local_path(".spool")) is not None:
+        local_folder(beside, "the spool beside the root,")
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -308,6 +327,11 @@ def duration(seconds: float) -> str:
     return f"{hours / 24:.1f} days"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 shard``, ``1,200 shards``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def by_reason(counts: Mapping[str, int]) -> str:
     """``(not_json 3, truncated_away 1)``, empty when there is nothing."""
     return f" ({', '.join(f'{reason} {count:,}' for reason, count in sorted(counts.items()))})" if counts else ""
@@ -317,7 +341,7 @@ def accounting_line(accounting: Any) -> str:
     """Where every input row went, as the equation that the store asserts (``store.records.Accounting``)."""
     a = accounting
     return (
-        f"{a.input:,} input rows = {a.published:,} published + {a.duplicates:,} duplicates + "
+        f"{counted(a.input, 'input row')} = {a.published:,} published + {counted(a.duplicates, 'duplicate')} + "
         f"{sum(a.dropped.values()):,} dropped{by_reason(a.dropped)} + "
         f"{sum(a.quarantined.values()):,} quarantined{by_reason(a.quarantined)}"
     )

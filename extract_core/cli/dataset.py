@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from extract_core.cli.common import (
     accounting_line,
     by_reason,
     checks_line,
+    counted,
     duration,
     emit,
     fields,
@@ -28,12 +30,15 @@ from extract_core.cli.common import (
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from extract_core.errors import CorruptDataError
     from extract_core.planning.plan import PlanMeta
     from extract_core.store.records import CommitRecord, Manifest
     from extract_core.store.root import Root
+    from extract_core.store.verify import VerifyReport
 
 _SHARDS_SHOWN = 20
 _PROBLEMS_SHOWN = 50
+_DAMAGED_SHOWN = 5
 _TOKENS_SHOWN = 600
 
 
@@ -51,37 +56,54 @@ def status(
     job_file: JobOption = None,
     as_json: AsJson = False,
 ) -> int | None:
-    """Every plan's and every shard's state, from the plans and commit records alone."""
+    """Every plan's and every shard's state, from the plans and commit records alone; exit 1 when one is damaged."""
     from extract_core.errors import SettingsError
-    from extract_core.store.versions import list_versions
+    from extract_core.store.versions import list_versions, no_such_version
 
-    root, _ = open_dataset(ref, storage, job_file)
-    plans = _plans(root, fingerprint or "")
+    root, version = open_dataset(ref, storage, job_file)
+    plans, unreadable = _plans(root, fingerprint or "")
     versions = list_versions(root)
-    if not plans and not versions:
+    if version is not None and version not in versions:
+        raise no_such_version(root, version)
+    if not plans and not versions and not unreadable:
         which = f" that begins with {fingerprint}" if fingerprint else ""
         raise SettingsError(f"{root.url} holds no plan{which}; 'coresample plan' and 'coresample run' make one")
     published = _published_plans(root, versions)
-    documents = [_plan_status(meta, commits, published) for meta, commits in plans]
+    documents = [_plan_status(meta, commits, damaged, published) for meta, commits, damaged in plans]
     documents.sort(key=lambda item: (item["published_versions"] or [10**9], item["last_commit"] or ""), reverse=True)
     if as_json:
-        emit({"root": root.url, "versions": versions, "plans": documents})
+        emit({"root": root.url, "versions": versions, "plans": documents, "unreadable_plans": unreadable})
     else:
         _show_status(root, versions, documents, everything)
-    return None
+    for problem in unreadable.values():
+        note(f"error: {problem}")
+    return 1 if unreadable or any(document["shards_damaged"] for document in documents) else 0
 
 
-def _plans(root: Root, prefix: str) -> list[tuple[PlanMeta, dict[int, CommitRecord]]]:
+_Plan = tuple["PlanMeta", dict[int, "CommitRecord"], dict[int, "CorruptDataError"]]
+
+
+def _plans(root: Root, prefix: str) -> tuple[list[_Plan], dict[str, str]]:
+    """Every plan with its commit records and the failures of its damaged ones; and what is wrong with other plans."""
+    from extract_core.errors import CorruptDataError
     from extract_core.planning.plan import read_plan_meta
     from extract_core.store import layout
     from extract_core.store.commits import read_commits
 
-    found = []
+    found: list[_Plan] = []
+    unreadable = {}
     for name in root.list(layout.PLANS):
-        meta = read_plan_meta(root, name) if name.startswith(prefix) else None
+        if not name.startswith(prefix):
+            continue
+        try:
+            meta = read_plan_meta(root, name)
+        except CorruptDataError as error:
+            unreadable[name] = str(error)
+            continue
         if meta is not None:  # else a run is planning right now, or was stopped while it did
-            found.append((meta, read_commits(root, name)))
-    return found
+            damaged: dict[int, CorruptDataError] = {}
+            found.append((meta, read_commits(root, name, damaged=damaged), damaged))
+    return found, unreadable
 
 
 def _published_plans(root: Root, versions: list[int]) -> dict[str, list[int]]:
@@ -97,16 +119,25 @@ def _published_plans(root: Root, versions: list[int]) -> dict[str, list[int]]:
     return result
 
 
-def _plan_status(meta: PlanMeta, commits: dict[int, CommitRecord], published: dict[str, list[int]]) -> dict[str, Any]:
+def _plan_status(
+    meta: PlanMeta,
+    commits: dict[int, CommitRecord],
+    damaged: dict[int, CorruptDataError],
+    published: dict[str, list[int]],
+) -> dict[str, Any]:
     shards = []
+    versions = published.get(meta.fingerprint, [])
+    absent = "record_missing" if versions else "open"  # a version is published when all its shards are committed
     for shard in meta.shards:
         commit = commits.get(shard.index)
         entry: dict[str, Any] = {
             "shard": shard.index,
-            "state": "open" if commit is None else "committed",
+            "state": "committed" if commit is not None else "damaged" if shard.index in damaged else absent,
             "planned_rows": shard.rows,
             "planned_samples": shard.samples,
         }
+        if shard.index in damaged:
+            entry["problem"] = str(damaged[shard.index])
         if commit is not None:
             engine_s = commit.timings.get("engine_s", 0.0)
             entry |= {
@@ -125,7 +156,9 @@ def _plan_status(meta: PlanMeta, commits: dict[int, CommitRecord], published: di
     engine_s = sum(entry["engine_s"] for entry in done)
     rows = sum(entry["rows"] for entry in done)
     rate = rows / engine_s if engine_s else 0.0
-    open_rows = sum(entry["planned_rows"] for entry in shards if entry["state"] == "open")
+    open_rows = sum(entry["planned_rows"] for entry in shards if entry["state"] in ("open", "damaged"))
+    if versions:
+        open_rows = 0
     quarantine = [
         {"shard": number, **excluded.model_dump()}
         for number, commit in sorted(commits.items())
@@ -133,18 +166,20 @@ def _plan_status(meta: PlanMeta, commits: dict[int, CommitRecord], published: di
     ]
     return {
         "fingerprint": meta.fingerprint,
-        "published_versions": published.get(meta.fingerprint, []),
+        "published_versions": versions,
         "model": (meta.spec.get("model") or {}).get("name"),
         "layer_ids": meta.spec.get("layer_ids"),
         "samples": meta.samples,
         "tokens": meta.tokens,
         "shards_total": len(shards),
         "shards_committed": len(done),
+        "shards_damaged": len(damaged),
+        "records_missing": sum(entry["state"] == "record_missing" for entry in shards),
         "rows_committed": rows,
         "rows_open": open_rows,
         "bytes_committed": sum(entry["bytes"] for entry in done),
         "tokens_per_s": rate,
-        "seconds_left": open_rows / rate if rate else None,
+        "seconds_left": open_rows / rate if rate and not versions else None,
         "last_commit": max((entry["created"] for entry in done), default=None),
         "quarantined": len(quarantine),
         "quarantine": quarantine,
@@ -158,7 +193,9 @@ def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], e
 
     console = out()
     names = ", ".join(map(str, versions[-10:])) or "none"
-    console.print(Text(f"{root.url}: ", style="bold") + Text(f"published versions {names}; {len(plans)} plan(s)"))
+    console.print(
+        Text(f"{root.url}: ", style="bold") + Text(f"published versions {names}; {counted(len(plans), 'plan')}")
+    )
     for number, plan in enumerate(plans):
         done, total = plan["shards_committed"], plan["shards_total"]
         if plan["published_versions"]:
@@ -168,24 +205,37 @@ def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], e
                 "every shard is committed, not published; run the job again to check and publish", style="yellow"
             )
         else:
-            state = Text(f"{total - done:,} shards open; run the job to go on", style="yellow")
+            state = Text(f"{counted(total - done, 'shard')} open; run the job to go on", style="yellow")
         console.print()
         console.print(Text(f"plan {plan['fingerprint']}: ", style="bold") + state)
         left = plan["seconds_left"]
         rate = f", {plan['tokens_per_s']:,.0f} tokens/s" if plan["tokens_per_s"] else ""
         console.print(
             Text(
-                f"  {done:,} of {total:,} shards, {plan['rows_committed']:,} of {plan['tokens']:,} tokens, "
+                f"  {done:,} of {counted(total, 'shard')}, {plan['rows_committed']:,} of {plan['tokens']:,} tokens, "
                 f"{size(plan['bytes_committed'])}{rate}"
                 + (f", about {duration(left)} left" if left else "")
                 + (f"; last commit {plan['last_commit']}" if plan["last_commit"] else "")
             )
         )
+        if plan["records_missing"]:
+            console.print(
+                Text(
+                    f"  {counted(plan['records_missing'], 'commit record')} missing from {root.url}/plans/"
+                    f"{plan['fingerprint']}/commits (deleted?); what is published does not depend on them",
+                    style="yellow",
+                )
+            )
+        for entry in plan["shards"]:
+            if entry["state"] == "damaged":
+                console.print(Text(f"  shard {entry['shard']}: {entry['problem']}", style="bold red"))
         if plan["quarantine"]:
             counts: dict[str, int] = {}
             for item in plan["quarantine"]:
                 counts[item["reason"]] = counts.get(item["reason"], 0) + 1
-            console.print(Text(f"  {plan['quarantined']:,} samples quarantined{by_reason(counts)}", style="yellow"))
+            console.print(
+                Text(f"  {counted(plan['quarantined'], 'sample')} quarantined{by_reason(counts)}", style="yellow")
+            )
             shown = plan["quarantine"] if everything else plan["quarantine"][:5]
             for item in shown:
                 console.print(
@@ -204,10 +254,10 @@ def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], e
         table.add_column("committed at", no_wrap=True)
         for entry in entries:
             number_text = f"  {entry['shard']:05d}"
-            if entry["state"] == "open":
+            if entry["state"] != "committed":
                 table.add_row(
                     number_text,
-                    Text("open", style="yellow"),
+                    Text(entry["state"].replace("_", " "), style="red" if entry["state"] == "damaged" else "yellow"),
                     f"({entry['planned_rows']:,})",
                     f"({entry['planned_samples']:,})",
                 )
@@ -229,7 +279,7 @@ def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], e
 
 def _first_shards(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The open ones and those with excluded samples first: they are what somebody looks for."""
-    interesting = [entry for entry in entries if entry["state"] == "open" or entry["excluded"]][:_SHARDS_SHOWN]
+    interesting = [entry for entry in entries if entry["state"] != "committed" or entry["excluded"]][:_SHARDS_SHOWN]
     rest = [entry for entry in entries if entry not in interesting][: _SHARDS_SHOWN - len(interesting)]
     return sorted(interesting + rest, key=lambda entry: int(entry["shard"]))
 
@@ -267,26 +317,45 @@ def verify(
         advancing: list[bool] = []
         report = verify_version(root, version, on_progress=advance)
     seconds = time.monotonic() - started
+    advice = _remedy(report, root)
     if as_json:
-        emit({**report.to_dict(), "seconds": seconds})
+        emit({**report.to_dict(), "seconds": seconds, "remedy": advice})
         return 0 if report.ok else 1
     console = out()
     what = (
-        f"{report.shards:,} shards, {report.samples:,} samples, {report.tokens:,} tokens, "
+        f"{counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, {counted(report.tokens, 'token')}, "
         f"{size(report.bytes_read)} read in {duration(seconds)}"
     )
     if report.ok:
         console.print(Text("Sound: ", style="bold green") + Text(f"{report.root}@{report.version}: {what}"))
         return 0
     console.print(
-        Text(f"{len(report.problems):,} problems ", style="bold red")
+        Text(f"{counted(len(report.problems), 'problem')} ", style="bold red")
         + Text(f"in {report.root}@{report.version}: {what}")
     )
     for problem in report.problems[:_PROBLEMS_SHOWN]:
         console.print(Text(f"  {problem}"))
     if len(report.problems) > _PROBLEMS_SHOWN:
         console.print(Text(f"  ... {len(report.problems) - _PROBLEMS_SHOWN:,} more; --json lists all", style="dim"))
+    if advice:
+        console.print(Text("What to do: ", style="bold") + Text(advice))
     return 1
+
+
+def _remedy(report: VerifyReport, root: Root) -> str:
+    """How missing and damaged shards come back; empty when no shard is wrong."""
+    from extract_core.store import layout
+
+    wrong = {item.object for item in report.problems if item.object.startswith(f"{layout.SHARDS}/")}
+    damaged = sorted(name for name in wrong if root.exists(name))
+    if not wrong:
+        return ""
+    text = "run the job again: missing shards are extracted anew, and the version stays"
+    if damaged:
+        first = ", ".join(root.describe(name) for name in damaged[:_DAMAGED_SHOWN])
+        more = f" and {len(damaged) - _DAMAGED_SHOWN:,} more" if len(damaged) > _DAMAGED_SHOWN else ""
+        text += f"; delete {counted(len(damaged), 'damaged file')} first: {first}{more}"
+    return text
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------
@@ -369,13 +438,13 @@ def _find_sample(index: Any, wanted: str | None, manifest: Manifest) -> int:
     exact = pc.index(ids, text).as_py()
     if exact >= 0:
         return int(exact)
-    if text.lstrip("-").isdigit() and len(text) < 12:
+    if re.fullmatch(r"-?[0-9]{1,11}", text):
         position = int(text)
         if -index.num_rows <= position < index.num_rows:
             return position % index.num_rows
         raise SettingsError(
-            f"--sample {text}: version {manifest.version} has {index.num_rows:,} samples, so positions go from 0 to "
-            f"{index.num_rows - 1}"
+            f"--sample {text}: version {manifest.version} has {counted(index.num_rows, 'sample')}, so positions go "
+            f"from 0 to {index.num_rows - 1}"
         )
     matches = pc.indices_nonzero(pc.starts_with(ids, text)).to_pylist() if len(text) >= 4 else []
     if len(matches) == 1:
@@ -488,8 +557,9 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
     totals = manifest.totals
     line(
         "size",
-        f"{totals.samples:,} samples, {totals.tokens:,} tokens, {size(totals.bytes)} in {len(manifest.shards):,} "
-        f"shards of rows [{len(manifest.layer_ids)}, {manifest.hidden_size}] {manifest.dtype}",
+        f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, {size(totals.bytes)} in "
+        f"{counted(len(manifest.shards), 'shard')} of rows [{len(manifest.layer_ids)}, {manifest.hidden_size}] "
+        f"{manifest.dtype}",
     )
     line("accounting", accounting_line(manifest.accounting))
     line("checks", checks_line(manifest.checks))
@@ -510,8 +580,8 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
         Text(f"sample {row['position']}", style="bold")
         + Text(
             f" {row['sample_id']} from {row['source_file']}, row {row['source_row']}{turn} ({row['split']}): "
-            f"{row['n_tokens']:,} tokens, {row['supervised_tokens']:,} supervised (method {row['mask_method']})"
-            + (", truncated" if row["truncated"] else "")
+            f"{counted(row['n_tokens'], 'token')}, {row['supervised_tokens']:,} supervised "
+            f"(method {row['mask_method']})" + (", truncated" if row["truncated"] else "")
         )
     )
     per_layer = zip(manifest.layer_ids, row["norm_mean"], row["norm_max"], strict=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from extract_core.cli.common import AsJson, emit, guarded, out, pure_stdout
+from extract_core.cli.common import AsJson, counted, emit, guarded, out, pure_stdout
 
 
 @guarded
@@ -20,6 +20,10 @@ def doctor(
 
     from extract_core.doctor import Finding, examine
 
+    if root is not None and "://" not in root:
+        from extract_core.store.root import local_folder
+
+        local_folder(root, "--root")
     console = out()
     styles = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
     findings: list[Finding] = []
@@ -38,5 +42,5 @@ def doctor(
         emit({"ok": not failed, "failed": failed, "warned": warned, "findings": [item.to_dict() for item in findings]})
     else:
         ending = "this machine cannot run yet" if failed else "this machine can run"
-        console.print(Text(f"\n{ending}: {failed} failures, {warned} warnings", style="bold"))
+        console.print(Text(f"\n{ending}: {counted(failed, 'failure')}, {counted(warned, 'warning')}", style="bold"))
     return 1 if failed else 0

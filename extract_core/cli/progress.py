@@ -23,7 +23,10 @@ _WINDOW_S = 60.0
 
 def amount(count: float, unit: str) -> str:
     """``12,345 tokens`` or ``9.5 MiB``."""
-    return size(count) if unit == "bytes" else f"{count:,.0f} {unit}".rstrip()
+    if unit == "bytes":
+        return size(count)
+    number = f"{count:,.0f}"
+    return f"{number} {unit.removesuffix('s') if number == '1' else unit}".rstrip()
 
 
 class Pace:

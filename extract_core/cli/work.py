@@ -16,7 +16,9 @@ from extract_core.cli.common import (
     SetOption,
     accounting_line,
     by_reason,
+    check_places,
     checks_line,
+    counted,
     duration,
     emit,
     fields,
@@ -57,6 +59,7 @@ def plan(
 
     settings = load(job_file, sets, root)
     with pure_stdout(as_json), shown(quiet=quiet, as_json=as_json) as progress:
+        check_places(settings)
         from extract_core.job import prepare
         from extract_core.planning.estimate import estimate
         from extract_core.store.commits import read_commits
@@ -143,7 +146,7 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate) -> Non
     line("plan", f"{meta.fingerprint} under {job.root.url}")
     line(
         "model",
-        f"{model.name}: {model.architecture}, {model.n_layers} blocks, hidden size {model.hidden_size}, "
+        f"{model.name}: {model.architecture}, {counted(model.n_layers, 'block')}, hidden size {model.hidden_size}, "
         f"{model.parameters / 1e6:,.0f} million parameters, computes in {model.dtype}",
     )
     for n, k in enumerate(job.layer_ids):
@@ -151,7 +154,8 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate) -> Non
     excluded = sum(meta.dropped.values())
     line(
         "rows",
-        f"{meta.input:,} read = {meta.samples:,} samples + {meta.duplicates:,} duplicates + {excluded:,} dropped",
+        f"{meta.input:,} read = {counted(meta.samples, 'sample')} + {counted(meta.duplicates, 'duplicate')} + "
+        f"{excluded:,} dropped",
     )
     if meta.dropped:
         line("dropped", by_reason(meta.dropped).strip(" ()"))
@@ -181,7 +185,7 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate) -> Non
     console.print(
         Text("time      ", style="bold")
         + Text(
-            f"about {duration(time_needed.seconds)} for {time_needed.tokens:,} tokens at "
+            f"about {duration(time_needed.seconds)} for {counted(time_needed.tokens, 'token')} at "
             f"{time_needed.tokens_per_s:,.0f} tokens/s, and the start of the engine"
         )
     )
@@ -221,9 +225,10 @@ def run(
 
     settings = load(job_file, sets, root)
     with pure_stdout(as_json), shown(quiet=quiet, as_json=as_json) as progress:
+        progress.stage("Checking the job")
+        check_places(settings)
         from extract_core.job import precheck
 
-        progress.stage("Checking the job")
         precheck(settings)  # a mistake answers at once, not after Prefect's server has started
         if no_prefect:
             from extract_core import local
@@ -302,9 +307,9 @@ def _show_result(result: RunResult, job_file: str) -> None:
     console.print(Text(f"  dataset     {ref}"))
     console.print(
         Text(
-            f"  content     {totals.samples:,} samples, {totals.tokens:,} tokens, {size(totals.bytes)} in "
-            f"{len(manifest.shards):,} shards; layers {', '.join(map(str, manifest.layer_ids))} of "
-            f"{manifest.n_layers} in {manifest.dtype}"
+            f"  content     {counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
+            f"{size(totals.bytes)} in {counted(len(manifest.shards), 'shard')}; layers "
+            f"{', '.join(map(str, manifest.layer_ids))} of {manifest.n_layers} in {manifest.dtype}"
         )
     )
     if speed:

@@ -31,8 +31,15 @@ def write_commit(root: Root, record: CommitRecord) -> CommitRecord:
     return record
 
 
-def read_commits(root: Root, fingerprint: str) -> dict[int, CommitRecord]:
+def read_commits(
+    root: Root, fingerprint: str, *, damaged: dict[int, CorruptDataError] | None = None
+) -> dict[int, CommitRecord]:
     """All commit records of a plan by shard number; empty when there are none.
+
+    Args:
+        root: the dataset root.
+        fingerprint: the plan's.
+        damaged: takes the failures of damaged records, which are then left out instead of raised.
 
     Raises:
         CorruptDataError: a record is damaged or belongs to another plan or shard.
@@ -40,22 +47,42 @@ def read_commits(root: Root, fingerprint: str) -> dict[int, CommitRecord]:
     folder = layout.commits_dir(fingerprint)
     shards = [shard for name in root.list(folder) if (shard := layout.commit_shard(name)) is not None]
 
-    def read(shard: int) -> CommitRecord:
+    def read(shard: int) -> CommitRecord | CorruptDataError:
         rel = layout.commit_path(fingerprint, shard)
-        return _load(root, rel, root.read_bytes(rel), fingerprint, shard)
+        try:
+            return _load(root, rel, root.read_bytes(rel), fingerprint, shard)
+        except CorruptDataError as error:
+            if damaged is None:
+                raise
+            return error
 
+    shards.sort()
     if root.is_local:
-        return {shard: read(shard) for shard in sorted(shards)}
-    with ThreadPoolExecutor(_REMOTE_READERS) as pool:
-        return dict(zip(sorted(shards), pool.map(read, sorted(shards)), strict=True))
+        found = list(map(read, shards))
+    else:
+        with ThreadPoolExecutor(_REMOTE_READERS) as pool:
+            found = list(pool.map(read, shards))
+    records: dict[int, CommitRecord] = {}
+    for shard, item in zip(shards, found, strict=True):
+        if isinstance(item, CommitRecord):
+            records[shard] = item
+        elif damaged is not None:
+            damaged[shard] = item
+    return records
 
 
 def _load(root: Root, rel: str, data: bytes, fingerprint: str, shard: int) -> CommitRecord:
     where = root.describe(rel)
-    record = CommitRecord.load(data, where)
+    remedy = f"delete {where} and run the job again: only this shard is extracted anew"
+    try:
+        record = CommitRecord.load(data, where)
+    except CorruptDataError as error:
+        if "install a newer" in str(error):  # not damaged
+            raise
+        raise CorruptDataError(f"{error}; {remedy}") from error
     if (record.fingerprint, record.shard) != (fingerprint, shard):
         raise CorruptDataError(
             f"commit record {where} is of plan {record.fingerprint} shard {record.shard}, "
-            f"expected plan {fingerprint} shard {shard}; it was copied or renamed"
+            f"expected plan {fingerprint} shard {shard}; it was copied or renamed; {remedy}"
         )
     return record

@@ -16,6 +16,7 @@ import errno
 import os
 import random
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -27,11 +28,13 @@ from extract_core.errors import (
     CorruptDataError,
     NoSpaceError,
     RootConflictError,
+    RootError,
     SettingsError,
     StoreError,
     StoreUnavailableError,
+    shortened,
 )
-from extract_core.store.layout import PROBES
+from extract_core.store.layout import PLANS, PROBES, VERSIONS
 
 TEMP_PREFIX = ".tmp-"
 MAX_RECORD_BYTES = 64 * 2**20
@@ -77,14 +80,15 @@ def failure(error: BaseException, action: str, path: str) -> StoreError:
             f"{text}; free space or raise the quota, then run the same command again (finished shards are kept)"
         )
     if isinstance(error, FileNotFoundError):
-        return StoreError(f"{text}; create the bucket or folder, or correct the root")
+        kind = StoreError if action == "store" else RootError  # storing may also miss its local source
+        return kind(f"{text}; create the bucket or folder, or correct the root")
     if isinstance(error, PermissionError) or number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return StoreError(f"{text}; check the permissions and credentials for this root")
+        return RootError(f"{text}; check the permissions and credentials for this root, or give another root")
     if isinstance(error, ImportError):
         return StoreError(f"{text}; install the package it names")
     origin = type(error).__module__.partition(".")[0]
     if type(error).__name__ in {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}:
-        return StoreError(f"{text}; give credentials through the environment or a profile")
+        return RootError(f"{text}; give credentials through the environment or a profile")
     if (
         isinstance(error, TimeoutError | ConnectionError)
         or type(error).__name__ == "FSTimeoutError"
@@ -94,6 +98,75 @@ def failure(error: BaseException, action: str, path: str) -> StoreError:
     ):
         return StoreUnavailableError(f"{text}; the store did not answer, try again later")
     return StoreError(text)
+
+
+def local_folder(text: str | os.PathLike[str], what: str) -> Path:
+    """The absolute path of a folder that is there or can be made; creates nothing.
+
+    Args:
+        text: as the user wrote it; ``~`` is the home folder.
+        what: the field, for messages: "root", "store.spool".
+
+    Raises:
+        RootConflictError: it is a file.
+        RootError: it cannot be a folder: under a file, a link to nowhere or in a loop, no such home, unreadable.
+    """
+    shown = f"{what} {shortened(os.fspath(text))!r}"
+    try:
+        path = Path(os.path.normpath(Path.cwd() / Path(text).expanduser()))
+    except RuntimeError:
+        raise RootError(
+            f"{shown}: there is no such user's home folder; write the path in full (or ./~name for a plain name)"
+        ) from None
+    except FileNotFoundError:
+        raise RootError(f"{shown}: the current folder was removed; change to one that exists") from None
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            raise RootConflictError(f"{what} {path} is a file; give a folder")
+    except FileNotFoundError:
+        link = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
+        if link.is_symlink():
+            raise RootError(
+                f"{what} {shortened(str(path))}: {link} is a link to {link.readlink()}, which does not exist; "
+                "create that folder, or give another one"
+            ) from None
+    except NotADirectoryError:
+        file = next((part for part in path.parents if part.is_file()), path.parent)
+        raise RootError(
+            f"{what} {shortened(str(path))} lies under {file}, which is no folder; give another one"
+        ) from None
+    except ValueError:  # NUL, or characters that no path can have
+        raise RootError(f"{shown} holds a character that no path can have (such as NUL); correct it") from None
+    except OSError as error:
+        advice = {
+            errno.ELOOP: "its links lead in a circle; remove them, or give another folder",
+            errno.ENAMETOOLONG: "a name in it, or all of it, is too long; give a shorter one",
+            errno.EACCES: "it cannot be looked at; check the permissions of the folders above it, or give another one",
+        }.get(error.errno or 0, f"{error.strerror}; give another folder")
+        raise RootError(f"{what} {shortened(str(path))}: {advice}") from None
+    return path
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Whether a folder can be written, or made: makes and removes an empty folder in it, or in the nearest above it.
+
+    Raises:
+        NoSpaceError: not for want of room.
+        RootError: names the folder and the system's reason.
+    """
+    above = next(part for part in (path, *path.parents) if part.is_dir())
+    temp = _temp_beside(above / "any")
+    try:
+        temp.mkdir()
+        temp.rmdir()
+    except OSError as error:
+        if error.errno in _FULL:
+            raise failure(error, "write", str(above)) from error
+        where = f"{above} cannot be written" if above == path else f"it cannot be made in {above}"
+        raise RootError(
+            f"{what} {shortened(str(path))}: {where} ({error.strerror}); check permissions and mounts, "
+            "or give another folder"
+        ) from error
 
 
 def _reason(error: BaseException) -> str:
@@ -141,6 +214,7 @@ class Root:
         Raises:
             SettingsError: the URL is malformed or of an unknown kind, or the options do not fit it.
             RootConflictError: the path is a file.
+            RootError: the path cannot be a folder.
             StoreError: the package for this kind of URL is not installed.
         """
         text = os.fspath(url).strip()
@@ -152,16 +226,22 @@ class Root:
             )
         protocol, separator, rest = text.partition("://")
         if not separator or protocol in ("file", "local"):
-            path = Path.cwd() / Path(rest if separator else text).expanduser()
-            path = Path(os.path.normpath(path))
-            if path.exists() and not path.is_dir():
-                raise RootConflictError(f"dataset root {path} is a file; give a folder")
+            path = local_folder(rest if separator else text, "dataset root")
             return cls(str(path), local=path, storage_options={})
         if not rest.strip("/"):
             raise SettingsError(f"dataset root {text!r} names no bucket or folder; write {protocol}://bucket/prefix")
         root = cls(text.rstrip("/"), local=None, storage_options=storage_options or {})
         root._open_remote()
         return root
+
+    def check_writable(self) -> None:
+        """Refuse a local root that a new dataset cannot be written to; one that holds something is left to the run.
+
+        Raises:
+            RootError, NoSpaceError: says where and why.
+        """
+        if self._local is not None and not any((self._local / name).is_dir() for name in (PLANS, VERSIONS)):
+            check_writable(self._local, "dataset root")
 
     @property
     def is_local(self) -> bool:

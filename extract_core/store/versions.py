@@ -6,21 +6,33 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
-from extract_core.errors import AlreadyExistsError, CorruptDataError, SettingsError, StoreError, StoreUnavailableError
+from extract_core.errors import (
+    AlreadyExistsError,
+    CorruptDataError,
+    NoSuchVersionError,
+    SettingsError,
+    StoreError,
+    StoreUnavailableError,
+    shortened,
+)
 from extract_core.store import layout
 from extract_core.store.records import Manifest, canonical_json
 from extract_core.store.root import Root
 
 _LOG = logging.getLogger(__name__)
 _PUBLISH_TRIES = 1000
-_REF = re.compile(r"(?P<root>.+)@(?P<version>\d+|latest)", re.DOTALL)
+_REF = re.compile(r"(?P<root>.+)@(?P<version>[0-9]{1,18}|latest)", re.DOTALL)
 
 
 def parse_ref(ref: str) -> tuple[str, int | None]:
     """Split ``ROOT@VERSION``; the version is None for the latest one (``ROOT`` or ``ROOT@latest``).
+
+    A local folder of exactly this name is the root, unless there is one of the name before the ``@`` as well.
 
     Raises:
         SettingsError: the version is 0 or the root is empty.
@@ -30,12 +42,38 @@ def parse_ref(ref: str) -> tuple[str, int | None]:
         if not ref.strip():
             raise SettingsError("the dataset is empty; write ROOT or ROOT@VERSION, e.g. s3://bucket/data@3")
         return ref, None
+    if _is_folder(ref) and not _is_folder(match["root"]):
+        return ref, None
     if match["version"] == "latest":
         return match["root"], None
     version = int(match["version"])
     if version < 1:
         raise SettingsError(f"{ref!r} asks for version 0; versions count from 1")
     return match["root"], version
+
+
+def no_version_in(ref: str) -> str:
+    """What is wrong with a reference that ``parse_ref`` took for a root because of its text after ``@``; or empty."""
+    head, at, text = ref.rstrip().rpartition("@")
+    if not at or "/" in text or not head.rpartition("/")[2]:
+        return ""
+    return (
+        f"{shortened(text)!r} after the @ is no version, and there is no dataset of exactly this name; "
+        f"write {shortened(head)}@3, or {shortened(head)} for the latest version"
+    )
+
+
+def _is_folder(text: str) -> bool:
+    try:
+        return "://" not in text and Path(os.path.expanduser(text)).is_dir()  # noqa: PTH111 -- pathlib's raises
+    except (OSError, ValueError):
+        return False
+
+
+def no_such_version(root: Root, version: int) -> NoSuchVersionError:
+    """The error that says which versions there are."""
+    known = ", ".join(map(str, list_versions(root)[-10:])) or "none"
+    return NoSuchVersionError(f"{root.url} has no version {version}; there are: {known}")
 
 
 def list_versions(root: Root) -> list[int]:
@@ -54,19 +92,22 @@ def read_manifest(root: Root, version: int | None = None) -> Manifest:
     """The manifest of a version, by default of the latest.
 
     Raises:
-        StoreError: there is no such version; says which there are.
+        NoSuchVersionError: there is no such version; says which there are.
         CorruptDataError: the manifest is damaged.
     """
     if version is None:
         version = latest_version(root)
         if version is None:
-            raise StoreError(f"{root.url} holds no published version; run 'coresample run' first or correct the path")
+            wrong = no_version_in(root.url)
+            raise NoSuchVersionError(
+                f"{root.url} holds no published version; run 'coresample run' first or correct the path"
+                + (f" ({wrong})" if wrong else "")
+            )
     rel = layout.manifest_path(version)
     try:
         data = root.read_bytes(rel)
     except FileNotFoundError:
-        known = ", ".join(map(str, list_versions(root)[-10:])) or "none"
-        raise StoreError(f"{root.url} has no version {version}; there are: {known}") from None
+        raise no_such_version(root, version) from None
     return _load(root, version, data)
 
 

@@ -1,6 +1,8 @@
 """What a user sees for each mistake: exit code 2, a message that names it, no traceback, and an untouched root."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -51,6 +53,9 @@ def test_no_such_job_file(place):
         ("root: [1\nmodel: {", ["job.yaml is not valid YAML", "line 2"]),
         ("just words", ["must hold a mapping", "str"]),
         ("", ["must hold a mapping"]),
+        ("root: a\nroot: b", ["job.yaml", "'root'", "line 1 and in line 2"]),
+        ("1: x", ["job.yaml", "field '1', line 1"]),
+        ("root: " + "[" * 3000, ["job.yaml", "nested too deeply"]),
     ],
 )
 def test_job_file_that_is_no_job(place, text, words):
@@ -86,6 +91,8 @@ def test_job_file_with_wrong_fields(place, change, words):
         ("chat.max_length=many", ["chat.max_length", "'many'"]),
         ("chat.max_lengths=3", ["unknown field 'chat.max_lengths'", "did you mean 'max_length'"]),
         ("root.x=3", ["cannot set root.x"]),
+        ("store.shard_bytes=1e400MiB", ["store.shard_bytes", "more than 2**60 bytes"]),
+        ("layers=all", ["'layers'", "write layers: [2, 15, 30] or 2,15,30"]),
     ],
 )
 def test_flags(place, pair, words):
@@ -140,6 +147,62 @@ def test_root_that_is_a_file(place):
     write_job(place / "job.yaml")
     (place / "dataset").write_text("a file")
     assert "is a file; give a folder" in refused(place)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("under a file", ["chats.jsonl, which is no folder; give another one"]),
+        ("/proc", ["cannot be made in /proc", "give another folder"]),
+        ("loop", ["lead in a circle"]),
+        ("dangling", ["is a link to /no/such/folder, which does not exist"]),
+        ("NUL", ["'root'", "NUL character"]),
+        ("long", ["'root'", "at most 4,096 characters"]),
+        ("long name", ["too long"]),
+        ("no home", ["'root'", "~nosuchuser names no home folder"]),
+        ("store.spool", ["store.spool", "is a file; give a folder"]),
+        ("spool beside", ["spool", "is a file; give a folder"]),
+    ],
+)
+def test_places_that_cannot_be_used(place, kind, words):
+    (place / "loop").symlink_to("loop")
+    (place / "dangling").symlink_to("/no/such/folder")
+    (place / "beside").mkdir()
+    (place / "beside" / ".spool").write_text("a file")
+    roots = {
+        "under a file": place / "chats.jsonl" / "x",
+        "/proc": "/proc/coresample-test",
+        "loop": place / "loop" / "x",
+        "dangling": place / "dangling" / "x",
+        "NUL": "a\0b",
+        "long": "/" + "x/" * 2500,
+        "long name": place / ("x" * 300),
+        "no home": "~nosuchuser/x",
+        "spool beside": place / "beside",
+    }
+    if kind == "store.spool":
+        write_job(place / "job.yaml", store__spool=str(place / "chats.jsonl"))
+    else:
+        write_job(place / "job.yaml", root=str(roots[kind]))
+    message = refused(place, "--no-prefect")
+    assert "root" in message and all(word in message for word in words), message
+    assert "File exists" not in message and len(message) < 900
+    if kind in ("loop", "dangling"):
+        assert "root" in refused(place, command="plan")
+
+
+def test_root_that_is_read_only(place):
+    write_job(place / "job.yaml")
+    (place / "disk").mkdir()
+    script = 'mount -t tmpfs -o ro tmpfs "$1" && exec "$2" -m extract_core.cli plan "$3" --root "$1/data"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    done = subprocess.run(
+        [*command, str(place / "disk"), sys.executable, str(place / "job.yaml")], capture_output=True, text=True
+    )
+    if done.returncode and ("unshare" in done.stderr or "mount:" in done.stderr):
+        pytest.skip(f"no mount namespaces here: {done.stderr.strip()}")
+    assert done.returncode == 2, done.stderr
+    assert "root" in done.stderr and "Read-only file system" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_root_of_another_job(place):
@@ -200,6 +263,21 @@ def test_errors_as_json(place):
     error = json.loads(done.stdout)["error"]
     assert done.returncode == error["exit_code"] == 2
     assert error["type"] == "LayerIdError" and "[99] out of range" in error["message"]
+
+
+def test_misspelt_variable(place):
+    write_job(place / "job.yaml")
+    done = coresample("plan", place / "job.yaml", CORESAMPLE_COMPLETNESS="1")
+    assert done.returncode == 2 and "did you mean CORESAMPLE_COMPLETENESS?" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["run", "a.yaml", "--unknown"], ["dance"], []])
+def test_usage_errors_as_json(arguments):
+    done = coresample(*arguments, "--json")
+    error = json.loads(done.stdout)["error"]
+    assert done.returncode == error["exit_code"] == 2
+    assert error["type"] == "UsageError" and error["message"]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["status", "verify", "inspect"])

@@ -41,6 +41,24 @@ def test_flags_win_over_environment_and_that_over_the_file(job: Path, monkeypatc
         ({"layers": [3, 3]}, r"layer ids are repeated: \[3\]"),
         ({"layers": [-1]}, r"layer ids are negative: \[-1\]"),
         ({"layers": []}, r"no layer ids given"),
+        *(
+            ({"layers": value}, r"field 'layers': .*write layers: \[2, 15, 30\] or 2,15,30")
+            for value in ("[]", "all", "", "1;2", "1,", "1.5,2", 5, [True, 2], [1.5], ["a"], True, {"a": 1}, "9" * 5000)
+        ),
+        ({"store.shard_bytes": True}, r"field 'store.shard_bytes': true and false are no "),
+        ({"store.shard_bytes": 10**30}, r"field 'store.shard_bytes': more than 2\*\*60 bytes"),
+        ({"store.shard_bytes": 1e30}, r"more than 2\*\*60 bytes"),
+        ({"store.shard_bytes": "1e400MiB"}, r"'1e400MiB' is more than 2\*\*60 bytes"),
+        ({"store.shard_bytes": "nan"}, r"'nan' is not a size"),
+        ({"engine.kv_cache_bytes": "2000000TiB"}, r"field 'engine.kv_cache_bytes'.*more than 2\*\*60"),
+        ({"data.limit": True}, r"field 'data.limit': true and false are no numbers"),
+        ({"completeness": True}, r"field 'completeness': true and false are no numbers"),
+        ({"engine.writer_threads": False}, r"field 'engine.writer_threads': true and false are no numbers"),
+        ({"root": "~nosuchuser/x"}, r"field 'root': ~nosuchuser names no home folder"),
+        ({"store.spool": "~nosuchuser/x"}, r"field 'store.spool': ~nosuchuser names no home folder"),
+        ({"data.path": ["ok", "a\0b"]}, r"field 'data.path.*NUL character"),
+        ({"root": "a\ud800"}, r"field 'root': .*lone surrogate"),
+        ({"model.path": "m" * 5000}, r"field 'model.path': a path has at most 4,096 characters, this has 5,000"),
         ({"store.shard_bytes": "5XB"}, r"'5XB' is not a size; write a number with one of"),
         ({"store.shard_bytes": 0}, r"field 'store.shard_bytes'.*greater than 0"),
         ({"completeness": 2}, r"field 'completeness'.*less than or equal to 1; got 2"),
@@ -58,6 +76,51 @@ def test_mistakes_name_the_field(job: Path, change: dict[str, object], message: 
     assert caught.value.exit_code == 2
 
 
+def test_values_are_cut_in_messages(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 6)}]" for n in range(1, 5)]
+    for text in (JOB.replace("out", "x" * 5000), JOB.replace("root: out", "root: *a4").replace("\n", "", 1)):
+        path = tmp_path / "job.yaml"
+        path.write_text("\n".join(lines) + "\n" + text)
+        with pytest.raises(SettingsError, match="field 'root'") as caught:
+            load_job(path)
+        assert all(len(line) < 600 for line in str(caught.value).splitlines())
+
+
+@pytest.mark.parametrize("value", ["30, 2,15", "[30,2,15]", [30, 2, 15], (2, 15, 30)])
+def test_layers_as_text_or_list(job: Path, value: object) -> None:
+    assert load_job(job, {"layers": value}).layers == (2, 15, 30)
+
+
+@pytest.mark.parametrize("value", ["30,2,15", "[30, 2, 15]"])
+def test_layers_from_the_environment(job: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("CORESAMPLE_LAYERS", value)
+    assert load_job(job).layers == (2, 15, 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("CORESAMPLE_COMPLETNESS", "did you mean CORESAMPLE_COMPLETENESS?"),
+        ("coresample_completness", "did you mean CORESAMPLE_COMPLETENESS?"),
+        ("CORESAMPLE_MODEL_PATH", "did you mean CORESAMPLE_MODEL__PATH?"),
+        ("CORESAMPLE_ROOT__X", "did you mean CORESAMPLE_ROOT?"),
+        ("CORESAMPLE_", "Correct or unset it"),
+        ("CORESAMPLE_QQQQQQQQQQQQQQQQ", "correct or unset it"),
+    ],
+)
+def test_unknown_variables(job: Path, monkeypatch: pytest.MonkeyPatch, name: str, nearest: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingsError) as caught:
+        load_job(job)
+    assert f"environment variable {name} sets no field" in str(caught.value) and nearest in str(caught.value)
+
+
+def test_own_variables_are_no_settings(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORESAMPLE_ENGINE_FDS", "3")
+    monkeypatch.setenv("CORESAMPLE_CHAT", '{"max_length": 50}')
+    assert load_job(job).chat.max_length == 50
+
+
 def test_a_secret_is_not_repeated_in_the_message(job: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         load_job(job, {"store.storage_options": {"secret": "hunter2"}})
@@ -72,13 +135,53 @@ def test_a_secret_is_not_repeated_in_the_message(job: Path) -> None:
         (b"root: [", "is not valid YAML"),
         (b"\xff\xfe\x00", "cannot be read|is not valid YAML"),
         (b"root: x\n", "field 'model' is required and missing"),
+        (b"root: a\nmodel: {path: m}\nroot: b\n", "'root', line 3: key 'root' is given twice, in line 1 and in line 3"),
+        (
+            b"chat: {mask: auto,\n mask: prefix}",
+            "'chat.mask', line 2: key 'mask' is given twice, in line 1 and in line 2",
+        ),
+        (b"1: x\n", "field '1', line 1: key 1 is int, but names of fields are text; correct it, or quote it"),
+        (b"model: {on: x}\n", "field 'model.on', line 1: key on is bool"),
+        (b"? [a]\n: x\n", "key here is seq"),
+        (b"? !!str [a]\n: x\n", "key here is str"),
+        (b"root: !!timestamp nonsense\n", "field 'model' is required"),
+        (b"data: {limit: 0b_}\n", "field 'data.limit', line 1: '0b_' cannot be read as int"),
+        (b"data: [1, !!bool perhaps]\n", r"field 'data\[1\]', line 1: 'perhaps' cannot be read as bool"),
+        (b"root: " + b"9" * 5000, "field 'root', line 1: .* cannot be read as int"),
+        (b"root: " + b"[" * 3000, "nested too deeply in line 1"),
+        (b"root: &a [*a]\n", "field 'root', line 1: an alias holds itself"),
+        (b"root: !!python/object:os.system x\n", "is not valid YAML: line 1, column 7"),
     ],
 )
 def test_files_that_are_no_job(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(content)
-    with pytest.raises(SettingsError, match=message):
+    with pytest.raises(SettingsError, match=message) as caught:
         load_job(path)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 900
+    if b"root: x" not in content and b"timestamp" not in content:
+        assert "\n" not in str(caught.value)
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    bomb = ["a0: &a0 {k: [x, x]}"] + [
+        f"a{n}: &a{n} {{{', '.join(f'k{i}: *a{n - 1}' for i in range(9))}}}" for n in range(1, 30)
+    ]
+    path = tmp_path / "job.yaml"
+    path.write_text("\n".join(bomb))
+    with pytest.raises(SettingsError, match="aliases multiply to more than 100,000 values"):
+        load_job(path)
+
+
+def test_dates_are_text_and_merges_work(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "root: 2025-13-45\nmodel: &m {path: m, dtype: float32}\ndata: {path: d}\n"
+        "chat: {template_date: 2025-02-03, template_kwargs: {<<: *m, path: mine}}\n"
+    )
+    job = load_job(path)
+    assert (job.root, job.chat.template_date) == ("2025-13-45", "2025-02-03")
+    assert job.chat.template_kwargs == {"path": "mine", "dtype": "float32"}
 
 
 def test_sizes() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from extract_core.cli.common import (
     by_reason,
+    counted,
     duration,
     guarded,
     innermost,
@@ -130,25 +131,51 @@ def test_reader_that_leaves_early():
 
 def test_pairs():
     assert parse_pairs(["a.b=1", "c=x=y", "d=[1, 2]", "e="], "--set") == {"a.b": 1, "c": "x=y", "d": [1, 2], "e": None}
-    for bad, words in (("a", "not of the form"), ("=1", "not of the form"), ("a=[1", "not valid YAML")):
+    for bad, words in (
+        ("a", "not of the form"),
+        ("=1", "not of the form"),
+        ("a=[1", "--set a=...: the value is not valid YAML: line 1"),
+        ("root=!!int x", "--set root=...: the value: line 1: 'x' cannot be read as int"),
+        ("a=" + "[" * 3000, "--set a=...: the value: lists or sections are nested too deeply"),
+        ("a={b: 1, b: 2}", "key 'b' is given twice"),
+    ):
         with pytest.raises(SettingsError, match=words):
             parse_pairs([bad], "--set")
 
 
 def test_storage_options_reach_the_root(tmp_path):
     (tmp_path / "job.yaml").write_text(
-        "root: s3://b/p\nmodel: {path: x}\ndata: {path: y}\nstore: {storage_options: {anon: true, key: from_job}}\n"
+        "root: s3://b/p\nmodel: {path: x}\ndata: {path: y}\nstore: {storage_options: {anon: true, profile: from_job}}\n"
     )
-    root, version = open_dataset("s3://b/p@3", ["key=from_flag"], str(tmp_path / "job.yaml"))
+    root, version = open_dataset("s3://b/p@3", ["profile=from_flag"], str(tmp_path / "job.yaml"))
     assert version == 3 and root.url == "s3://b/p"
-    assert root._options == {"anon": True, "key": "from_flag"}
+    assert root._options == {"anon": True, "profile": "from_flag"}
     with pytest.raises(SettingsError, match="does not exist"):
         open_dataset(str(tmp_path / "none"), None, None)
     with pytest.raises(SettingsError, match="version 0"):
         open_dataset(f"{tmp_path}@0", None, None)
+    for text in ("x", "", "-1", "1.5", "9" * 100):
+        with pytest.raises(SettingsError, match=rf"after the @ is no version.*write {tmp_path}@3") as caught:
+            open_dataset(f"{tmp_path}@{text}", None, None)
+        assert len(str(caught.value)) < 900
+        if text:
+            folder = tmp_path.with_name(f"{tmp_path.name}@{text}")
+            folder.mkdir()
+            assert open_dataset(str(folder), None, None)[0].url == str(folder)
+
+
+def test_a_folder_of_the_whole_name_is_the_root(tmp_path):
+    (tmp_path / "a@0").mkdir()
+    assert open_dataset(f"{tmp_path}/a@0", None, None)[1] is None
+    (tmp_path / "a@3").mkdir()
+    assert open_dataset(f"{tmp_path}/a@3", None, None)[0].url == f"{tmp_path}/a@3"
+    (tmp_path / "a").mkdir()
+    root, version = open_dataset(f"{tmp_path}/a@3", None, None)
+    assert (root.url, version) == (f"{tmp_path}/a", 3)
 
 
 def test_numbers_for_people():
+    assert [counted(n, "shard") for n in (0, 1, 1200)] == ["0 shards", "1 shard", "1,200 shards"]
     assert [size(n) for n in (0, 1023, 1024, 9.5 * 2**20, 3 * 2**40)] == [
         "0 B",
         "1023 B",

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from extract_core.cli import app
+from extract_core.errors import CorruptDataError
 from extract_core.planning.plan import PlanMeta, PlannedShard
 from extract_core.store import layout
 from extract_core.store.commits import read_commits, write_commit
@@ -85,16 +86,30 @@ def write_excluded(root, shard):
 def test_status_of_an_unfinished_plan(made):
     root, manifest, _ = made
     meta = write_plan(root)
+    root.delete(layout.manifest_path(1))
     document = as_json("status", root.url)
-    assert document["versions"] == [1]
+    assert document["versions"] == []
     (plan,) = document["plans"]
     assert plan["shards_total"] == 3 and plan["shards_committed"] == 2
     assert [shard["state"] for shard in plan["shards"]] == ["committed", "committed", "open"]
     assert plan["rows_open"] == 10 and plan["rows_committed"] == meta.tokens - 10
     assert plan["bytes_committed"] == manifest.totals.bytes
-    assert plan["published_versions"] == [1]
+    assert plan["published_versions"] == []
     text = call("status", root.url)
-    assert "published versions 1" in text and "2 of 3 shards" in text and "00002" in text and "open" in text
+    assert "published versions none; 1 plan\n" in text and "1 shard open" in text
+    assert "2 of 3 shards" in text and "00002" in text and "open" in text
+
+
+def test_status_of_a_published_plan_whose_record_is_missing(made):
+    root, *_ = made
+    write_plan(root, extra_shards=0)
+    root.delete(layout.commit_path(FINGERPRINT, 1))
+    (plan,) = as_json("status", root.url)["plans"]
+    assert [shard["state"] for shard in plan["shards"]] == ["committed", "record_missing"]
+    assert plan["records_missing"] == 1 and plan["seconds_left"] is None and plan["rows_open"] == 0
+    text = call("status", root.url)
+    assert "published as version 1" in text and "1 commit record missing from" in text and "record missing" in text
+    assert " left" not in text and "open" not in text
 
 
 def test_status_names_the_quarantined(made):
@@ -107,7 +122,7 @@ def test_status_names_the_quarantined(made):
         {"shard": 2, "sample_id": "evil", "reason": "kills_engine", "detail": "died twice", "attempts": 2}
     ]
     text = call("status", root.url)
-    assert "1 samples quarantined (kills_engine 1)" in text and "evil (shard 2): kills_engine: died twice" in text
+    assert "1 sample quarantined (kills_engine 1)" in text and "evil (shard 2): kills_engine: died twice" in text
 
 
 def test_status_shows_few_shards_unless_asked(made):
@@ -133,7 +148,15 @@ def test_status_of_damaged_records(made):
     path = root.local_path(layout.commit_path(FINGERPRINT, 0))
     path.write_bytes(path.read_bytes().replace(b'"rows"', b'"rowz"'))
     done = CliRunner().invoke(app, ["status", root.url])
-    assert done.exit_code == 1 and "00000.json does not match its own checksum" in done.stderr
+    assert done.exit_code == 1
+    assert f"{path} does not match its own checksum" in done.stdout
+    assert f"delete {path} and run the job again: only this shard is extracted anew" in done.stdout
+    assert "00001" in done.stdout and "committed" in done.stdout  # the others are shown
+    (plan,) = as_json("status", root.url, code=1)["plans"]
+    assert [shard["state"] for shard in plan["shards"]][:2] == ["damaged", "committed"]
+    assert plan["shards_damaged"] == 1 and f"delete {path}" in plan["shards"][0]["problem"]
+    with pytest.raises(CorruptDataError, match=f"delete {path} and run the job again"):
+        read_commits(root, FINGERPRINT)
     root.put_bytes(layout.plan_meta_path(FINGERPRINT), b'{"fingerprint": 3}')
     done = CliRunner().invoke(app, ["status", root.url])
     assert done.exit_code == 1 and "plan.json is not a plan" in done.stderr
@@ -147,8 +170,10 @@ def test_verify(made):
     assert "Sound:" in call("verify", root.url) and "Sound:" in call("verify", f"{root.url}@1", "--quiet")
     document = as_json("verify", root.url)
     assert document["ok"] and document["samples"] == len(samples) and document["bytes_read"] == manifest.totals.bytes
-    done = CliRunner().invoke(app, ["verify", f"{root.url}@7"])
-    assert done.exit_code == 1 and "has no version 7; there are: 1" in done.stderr
+    for command in ("verify", "inspect", "status"):
+        for version, words in (("7", "has no version 7; there are: 1"), ("0", "version 0"), ("x", "is no version")):
+            done = CliRunner().invoke(app, [command, f"{root.url}@{version}"])
+            assert done.exit_code == 2 and words in done.stderr
 
 
 def test_verify_lists_every_problem(made):
@@ -163,8 +188,17 @@ def test_verify_lists_every_problem(made):
     assert (
         f"{manifest.shards[0].path}: sha256 differs" in text and f"{manifest.shards[1].path}: shard is missing" in text
     )
+    assert "What to do: run the job again: missing shards are extracted anew" in text
+    assert f"delete 1 damaged file first: {first}" in text and f"first: {second}" not in text
     document = as_json("verify", root.url, code=1)
-    assert not document["ok"] and len(document["problems"]) >= 2
+    assert not document["ok"] and len(document["problems"]) >= 2 and str(first) in document["remedy"]
+
+
+def test_verify_counts_one_problem_in_the_singular(made):
+    root, manifest, _ = made
+    root.local_path(manifest.shards[1].path).unlink()
+    text = call("verify", root.url, code=1)
+    assert text.startswith("1 problem in ") and "delete" not in text
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------
@@ -198,6 +232,8 @@ def test_inspect_chooses_a_sample(made):
     for wrong, words in (
         (len(samples), "positions go from 0 to"),
         ("nosuchsample", "no sample of version 1 has this id"),
+        ("²", "no sample of version 1 has this id"),
+        ("1-", "no sample of version 1 has this id"),
     ):
         done = CliRunner().invoke(app, ["inspect", root.url, "--sample", str(wrong)])
         assert done.exit_code == 2 and words in done.stderr

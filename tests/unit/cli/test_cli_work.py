@@ -16,6 +16,7 @@ from extract_core.local import RunResult
 from extract_core.planning.estimate import Rate, earlier_rate, estimate, measured_rate
 from extract_core.progress import reporter
 from extract_core.store.root import Root
+from extract_core.store.shard import HEADER_BYTES
 from tests.unit.cli.kit import make_chats, make_model, settings, tree, write_job
 from tests.unit.store.kit import make_dataset
 
@@ -47,7 +48,8 @@ def test_plan(place):
     assert document["input"] == 7 == document["samples"] + document["duplicates"] + sum(document["dropped"].values())
     assert document["duplicates"] == 1 and document["dropped"] == {"not_json": 1}
     assert 0 < document["supervised_tokens"] < document["tokens"]
-    assert document["bytes"] == document["tokens"] * document["row_bytes"]
+    per_token = document["row_bytes"] + 4  # the token id
+    assert document["bytes"] == document["tokens"] * per_token + document["shards"] * HEADER_BYTES
     assert set(document["layers"]) == {"2", "3", "6"}
     assert document["estimate"]["kind"] == "measured" and document["estimate"]["seconds"] > 0
     with open(document["dropped_file"]) as file:
@@ -56,7 +58,7 @@ def test_plan(place):
     text = call("plan", place / "job.yaml").stdout
     assert tree(place / "dataset") == before
     for words in (
-        "7 read = 5 samples + 1 duplicates + 1 dropped",
+        "7 read = 5 samples + 1 duplicate + 1 dropped",
         "not_json 1",
         document["dropped_file"],
         "6: after block 6 of 6 (the last), before the final norm",
