@@ -153,7 +153,7 @@ def test_command(monkeypatch):
 
     monkeypatch.setattr(doctor, "examine", examine)
     done = CliRunner().invoke(app, ["doctor"])
-    assert done.exit_code == 0 and "fix: use float32" in done.stdout and "0 failures, 1 warnings" in done.stdout
+    assert done.exit_code == 0 and "fix: use float32" in done.stdout and "0 failures, 1 warning\n" in done.stdout
     monkeypatch.setattr(doctor, "examine", lambda root, *, deep: iter([Finding("fail", "torch", "gone", "install it")]))
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 1
