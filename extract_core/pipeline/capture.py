@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from extract_core.engine.preflight import PROMPTS, SETS
 from extract_core.engine.preflight import preflight as run_preflight
 from extract_core.engine.protocol import JobSample, ShardDone, ShardJob
 from extract_core.engine.supervisor import KILLS_TO_QUARANTINE, EngineSupervisor
@@ -125,7 +127,9 @@ def capture_shard(
             killers = [sample for sample in engine.killers() if sample not in excluded]
             if not killers and not set(engine.suspects()) - suspected:
                 raise
-            excluded.update((sample, _killer(sample, error)) for sample in killers)
+            for sample in killers:
+                excluded[sample] = _killer(sample, error)
+                engine.kills.pop(sample)  # judged: it must not be blamed for a death in a later shard
             engine.blamed += len(killers)
             if engine.blamed > most_killers(job):
                 raise EngineError(
@@ -167,9 +171,10 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
     Raises:
         PreflightError, EngineError: nothing is extracted.
     """
+    prompts = (ids.values.to_numpy() for table in job.plan.shards() for ids in table["token_ids"])
     engine.preflight = run_preflight(
         engine,
-        [ids.values.to_numpy() for ids in job.plan.shard(0)["token_ids"]],
+        list(islice(prompts, PROMPTS * SETS)),
         layer_ids=job.layer_ids,
         compute_dtype=job.model.dtype,
         folder=folder.path,

@@ -213,7 +213,9 @@ def planted(model, tmp_path) -> Callable[..., Path]:
     """A job whose samples contain the given first tokens among good ones."""
 
     def make(*tokens: int, **sections) -> Path:
-        rows = [[n, *range(20, 90)] for n in range(10)] + [[token, *range(30, 80)] for token in tokens]
+        good = [[n, *range(20, 90)] for n in range(10)]
+        bad = [[token, n, *range(30, 80)] for n, token in enumerate(tokens)]
+        rows = [*bad[1:], *good, *bad[:1]]
         chats = _tokenized(tmp_path / "rows.jsonl", rows)
         engine = {"kv_cache_bytes": "256MiB", "max_num_batched_tokens": 256, "step_timeout_s": 10, "extra": WORKER}
         return tiny.write_job(
@@ -234,6 +236,15 @@ def test_a_sample_that_kills_the_engine_twice_is_quarantined(planted, tmp_path):
     assert verify(Root.open(str(tmp_path / "root"))).problems == []
     [note] = (tmp_path / "root" / "plans").glob("*/quarantine/*.json")
     assert "died 2 times" in note.read_text()
+
+
+def test_killers_in_two_shards_are_each_left_out_of_their_own(planted, tmp_path):
+    job = planted(saboteur.DIE, saboteur.DIE, completeness=0.5, store={"shard_bytes": "200KiB"})
+    result = local.run(load_job(job))
+    assert len(result.manifest.shards) > 2
+    assert result.manifest.accounting.quarantined == {"kills_engine": 2}
+    assert result.manifest.accounting.published == 10
+    assert verify(Root.open(str(tmp_path / "root"))).problems == []
 
 
 def test_a_state_that_overflows_is_quarantined(planted, tmp_path):
