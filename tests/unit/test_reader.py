@@ -1,9 +1,10 @@
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.reader import HiddenStatesDataset
@@ -67,13 +68,30 @@ def test_choices(made):
             HiddenStatesDataset(root.url, **arguments)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_data_loader_workers(made, context):
-    root, known = made
-    data = HiddenStatesDataset(root.url)
+LOADER = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from extract_core.reader import HiddenStatesDataset
+
+if __name__ == "__main__":
+    root, context, result = sys.argv[1:]
+    data = HiddenStatesDataset(root)
     data[0]  # an open shard in the parent must not matter
     loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
-    for item, sample in zip(loader, known.values(), strict=True):
+    torch.save([{**item, "hidden_states": item["hidden_states"].clone()} for item in loader], result)
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers(made, context, tmp_path):
+    """In a process of its own: forking one that holds the threads and locks of every test before is a trap."""
+    root, known = made
+    result = tmp_path / "items.pt"
+    command = [sys.executable, "-c", LOADER, root.url, context, str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for item, sample in zip(torch.load(result, weights_only=True), known.values(), strict=True):
         same(item, sample)
 
 
