@@ -145,7 +145,6 @@ class ShardProgress:
     """Tokens of the whole run, from the tokens of the shard at work."""
 
     def __init__(self, job: Job, todo: list[int]):
-        self._job = job
         self._done = 0
         self._rows = {shard.index: shard.rows for shard in job.plan.meta.shards}
         reporter().stage("Extracting", total=sum(self._rows[shard] for shard in todo), unit="tokens")

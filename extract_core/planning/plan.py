@@ -6,6 +6,7 @@ are rendered, a Parquet row group per shard, and only their ids stay in memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections import Counter
@@ -167,14 +168,11 @@ def read_plan_meta(root: Root, fingerprint: str) -> PlanMeta | None:
 
 
 def _open_table(root: Root, meta: PlanMeta) -> pq.ParquetFile:
-    import hashlib
-
     name = layout.plan_path(meta.fingerprint, meta.plan_sha256)
     local = root.local_path(name)
     data = root.read_bytes(name) if local is None else None
     if local is not None:
-        with local.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = _sha256(local)
     else:
         assert data is not None
         digest = hashlib.sha256(data).hexdigest()
@@ -333,7 +331,5 @@ def _line(source: Any, reason: str, detail: str, name: str | None) -> str:
 
 
 def _sha256(path: Path) -> str:
-    import hashlib
-
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
