@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
+
+from extract_core.hardware import Gpu, disk_free, host_memory, visible_gpus
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -42,15 +43,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU; bytes."""
-
-    name: str
-    total: int
-    free: int
-
-
-@dataclass(frozen=True)
 class ProcessInfo:
     """What is needed of a process to tell whether it is a stray engine."""
 
@@ -72,8 +64,10 @@ def examine(root: str | None = None, *, deep: bool = False) -> Iterator[Finding]
     yield from requirements(_installed)
     yield from forbidden(_installed)
     engine = next((name for name in _ENGINES if _installed(name)), None)
-    gpus = find_gpus()
+    gpus = visible_gpus()
     yield from gpu_findings(gpus, engine)
+    if gpus and engine == "vllm":
+        yield cuda()
     if not gpus:
         yield cpu_kind(cpu_flags())
     yield memory()
@@ -154,11 +148,29 @@ def _engine_package(wanted: dict[str, Any], installed: Callable[[str], str | Non
             "make a new environment with one of requirements/cpu.lock and requirements/cuda.lock",
         )
     for name, version in found.items():
-        problem = _problem(version, wanted[name]) if name in wanted else None
-        if problem:
-            yield Finding("fail", name, problem, _install_hint(_ENGINES[name]))
-        else:
-            yield Finding("ok", name, f"{version} (supported: {wanted[name].specifier if name in wanted else 'any'})")
+        yield _engine_version(name, version, str(wanted[name].specifier) if name in wanted else "")
+
+
+def _engine_version(name: str, version: str, installed_with: str) -> Finding:
+    """The engine against the releases that the capture was written for, and the one that the lock installs."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    from extract_core.engine.compat import NEWEST, OLDEST
+
+    written_for = f"supported: {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    hint = _install_hint(_ENGINES[name])
+    try:
+        release = Version(version).release[:2]
+    except InvalidVersion:
+        return Finding("warn", name, f"{version} is no release; {written_for}", hint)
+    if release < OLDEST:
+        return Finding("fail", name, f"{version} is outside the supported range; {written_for}", hint)
+    if release > NEWEST:
+        return Finding("warn", name, f"{version} is newer than any that was tried; {written_for}", hint)
+    if not SpecifierSet(installed_with).contains(version.partition("+")[0], prereleases=True):
+        return Finding("warn", name, f"{version} ({written_for}), but this package's lock has {installed_with}", hint)
+    return Finding("ok", name, f"{version} ({written_for})")
 
 
 def _problem(version: str | None, wanted: Any) -> str | None:
@@ -218,49 +230,6 @@ def engine_import(engine: str | None) -> Finding:
 # -- hardware --------------------------------------------------------------------------------------------------------
 
 
-def find_gpus() -> list[Gpu]:
-    """GPUs that torch sees; those that only the driver sees when this torch cannot use any."""
-    try:
-        import torch
-
-        if torch.cuda.is_available():
-            result = []
-            for number in range(torch.cuda.device_count()):
-                free, total = torch.cuda.mem_get_info(number)
-                result.append(Gpu(torch.cuda.get_device_name(number), total, free))
-            return result
-    except (ImportError, RuntimeError, OSError):
-        pass
-    return _nvidia_smi()
-
-
-def _nvidia_smi() -> list[Gpu]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    try:
-        done = subprocess.run(
-            [tool, "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_nvidia_smi(done.stdout) if done.returncode == 0 else []
-
-
-def parse_nvidia_smi(text: str) -> list[Gpu]:
-    """Lines of ``name, total MiB, free MiB``; others are passed over."""
-    result = []
-    for line in text.splitlines():
-        parts = [part.strip() for part in line.rsplit(",", 2)]
-        if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
-            result.append(Gpu(parts[0], int(parts[1]) * 2**20, int(parts[2]) * 2**20))
-    return result
-
-
 def gpu_findings(gpus: list[Gpu], engine: str | None) -> Iterator[Finding]:
     """GPUs against the engine that is installed."""
     for number, gpu in enumerate(gpus):
@@ -286,6 +255,19 @@ def gpu_findings(gpus: list[Gpu], engine: str | None) -> Iterator[Finding]:
             )
         else:
             yield Finding("ok", "GPU", "none; the engine runs on the CPU")
+
+
+def cuda() -> Finding:
+    """Whether this torch can use the GPUs that the driver shows; makes no context on them."""
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return Finding("ok", "CUDA", f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs")
+        text = f"torch {torch.__version__} cannot use the GPUs that the driver shows"
+    except (ImportError, RuntimeError, OSError) as error:
+        text = f"torch cannot be asked: {error}"
+    return Finding("fail", "CUDA", text, "install requirements/cuda.lock, with a driver as new as its CUDA")
 
 
 def cpu_flags() -> set[str]:
@@ -315,30 +297,17 @@ def cpu_kind(flags: set[str]) -> Finding:
 
 def memory() -> Finding:
     """Main memory that is free, within the container's limit."""
-    import psutil
-
-    now = psutil.virtual_memory()
-    total, free, where = now.total, now.available, ""
-    limit = _cgroup_limit()
-    if limit is not None and limit < total:
-        total, where = limit, " (limit of this container)"
-        free = min(free, limit - psutil.Process().memory_info().rss)
-    text = f"{_gib(free)} of {_gib(total)} free{where}"
-    if free < _LOW_MEMORY:
+    now = host_memory()
+    where = " (limit of this container)" if now.limit == "this container" else ""
+    text = f"{_gib(now.free)} of {_gib(now.total)} free{where}"
+    if now.free < _LOW_MEMORY:
         return Finding(
-            "warn", "memory", text, "weights, KV cache (1 GiB on a CPU) and buffers must fit; end what you do not need"
+            "warn",
+            "memory",
+            text,
+            "weights, KV cache and buffers must fit ('coresample plan' says how much); end what you do not need",
         )
     return Finding("ok", "memory", text)
-
-
-def _cgroup_limit() -> int | None:
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
 
 
 def disks(root: str | None) -> Iterator[Finding]:
@@ -348,7 +317,7 @@ def disks(root: str | None) -> Iterator[Finding]:
         places = {"dataset root": Path(root).expanduser().absolute(), **places}
     for name, place in places.items():
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
-        free = shutil.disk_usage(existing).free
+        free = disk_free(place)
         text = f"{place}: {_gib(free)} free"
         if not os.access(existing, os.W_OK):
             yield Finding("fail", name, f"{place} cannot be written", "correct its permissions or choose another")

@@ -7,7 +7,8 @@ message says what was expected, what came and what to do.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 
 def shortened(text: str, limit: int = 200) -> str:
@@ -29,6 +30,10 @@ class SettingsError(CoresampleError):
     """The job file, a flag or an environment variable is wrong; names the field."""
 
     exit_code = 2
+
+
+class MemoryPlanError(SettingsError):
+    """The job does not fit the memory of this machine; names what needs how much, and the numbers to lower."""
 
 
 class InputDataError(CoresampleError):
@@ -110,22 +115,66 @@ class CorruptDataError(StoreError):
     """Stored bytes do not match their checksum, count or schema; names the object."""
 
 
+@dataclass(frozen=True)
+class EngineReport:
+    """The circumstances of an engine's failure, beside its cause.
+
+    Args:
+        stage: what the engine was doing.
+        log: file with everything that this engine process printed.
+        versions: of vLLM, torch and transformers.
+        settings: how the engine was built; its own figures where it was up.
+        in_flight: samples that it held.
+    """
+
+    MOST_NAMES: ClassVar[int] = 8
+
+    stage: str = ""
+    log: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    in_flight: tuple[str, ...] = ()
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values for people; what is unknown is left out, and so is the log, which the message names."""
+        names = ", ".join(self.in_flight[: self.MOST_NAMES])
+        more = len(self.in_flight) - self.MOST_NAMES
+        rows = [
+            ("stage", self.stage),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
+            ("settings", ", ".join(f"{name}={value}" for name, value in self.settings.items())),
+            ("in flight", f"{names} and {more:,} more" if more > 0 else names),
+        ]
+        return [(name, text) for name, text in rows if text]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As an object of JSON."""
+        return asdict(self) | {"in_flight": list(self.in_flight)}
+
+
 class EngineError(CoresampleError):
     """The inference engine failed.
 
     Args:
         message: what happened, in one line, with the engine's own root cause.
         engine_traceback: the innermost traceback of the engine process, verbatim.
-        log_tail: the last lines that the engine process printed.
+        log_tail: the last lines that the engine process printed, and the traceback that says why.
+        report: versions, settings, samples in flight; None where no engine process was involved.
     """
 
-    def __init__(self, message: str, *, engine_traceback: str = "", log_tail: str = ""):
+    def __init__(
+        self, message: str, *, engine_traceback: str = "", log_tail: str = "", report: EngineReport | None = None
+    ):
         super().__init__(message)
-        self.engine_traceback, self.log_tail = engine_traceback, log_tail
+        self.engine_traceback, self.log_tail, self.report = engine_traceback, log_tail, report
 
 
 class EngineStartError(EngineError):
     """The engine did not start: the same settings will fail again."""
+
+
+class EngineKilledError(EngineStartError):
+    """Something outside killed or stopped the engine while it started; another start may succeed."""
 
 
 class EngineIncompatibleError(EngineError):

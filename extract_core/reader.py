@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.store import layout
 from extract_core.store.index import read_index
+from extract_core.store.norms import StoredNorm, read_norm
 from extract_core.store.root import Root
 from extract_core.store.shard import ShardReader
 from extract_core.store.versions import parse_ref, read_manifest
@@ -28,8 +30,8 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     """Samples of a version, by position.
 
     An item is a dict of ``input_ids`` int64 ``[N]``, ``loss_mask`` int64 ``[N]``, ``hidden_states`` ``[N, L, H]`` and
-    ``sample_id``. ``layer_ids`` names the layers; the last block's, n, is before the final norm.
-    On a local root the states of a sample that is stored in one piece share the file's pages (writing to them
+    ``sample_id``. ``layer_ids`` names the layers; the last block's, n, is before the final norm: ``final_norm`` has
+    that. On a local root the states of a sample that is stored in one piece share the file's pages (writing to them
     never changes the file). Safe in DataLoader workers, forked or spawned.
 
     Args:
@@ -99,6 +101,23 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return int(self.index.num_rows)
+
+    @cached_property
+    def final_norm(self) -> StoredNorm:
+        """The model's final norm: ``final_norm.apply(rows of layer n)`` is what lm_head reads.
+
+        Raises:
+            SettingsError: this version does not have it; says why.
+            CorruptDataError: its file is missing or damaged.
+        """
+        ref = self.manifest.final_norm
+        if ref is None or ref.kind == "unknown":
+            why = ref.reason if ref is not None else "it was made by a Coresample that did not keep norms"
+            raise SettingsError(
+                f"version {self.manifest.version} of {self.root.url} has no final norm: {why}; apply the model's own "
+                "norm to the rows of the last layer"
+            )
+        return read_norm(self.root, ref, self.manifest.hidden_size)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         count = len(self)

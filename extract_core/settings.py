@@ -44,7 +44,12 @@ _OWN_VARIABLES = frozenset({"CORESAMPLE_ENGINE_FDS"})
 _MOST_NODES = 100_000
 _MOST_BYTES = 2**60
 _LONGEST_PATH = 4096
-_LAYERS_HELP = "write layers: [2, 15, 30] or 2,15,30"
+_LAYERS_HELP = (
+    "write a list of layer ids (0 = embeddings, n = last block, -1 = n, -2 = n-1 ...) and of names "
+    "(eagle3, last, all, every:4), e.g. layers: [eagle3, last] or 2,15,30"
+)
+LAYER_NAMES = ("eagle3", "last", "all", "every")
+"""Names that stand for layer ids; ``every`` is written with a number of blocks, as every:4."""
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -100,6 +105,65 @@ def check_path(value: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(check_path)]
+
+
+def parse_layers(value: object) -> tuple[int | str, ...]:
+    """Layer ids and names as a job, a flag or the environment has them; what they stand for depends on the model.
+
+    Args:
+        value: a list, one entry, or text such as ``eagle3,last`` or ``["eagle3", -1]``.
+
+    Returns:
+        the entries in their order, numbers as int and names in small letters.
+
+    Raises:
+        ValueError: an entry is neither a layer id nor a name, or comes twice.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text.startswith("[") and text.endswith("]"):  # as the environment writes lists
+            text = text[1:-1]
+        value = [part.strip().strip("\"'") for part in text.split(",")] if text.strip() else []
+    elif isinstance(value, int):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"this is no list of layers; {_LAYERS_HELP}")
+    if not value:
+        raise ValueError("no layer ids given; leave the field out for the EAGLE-3 defaults 2, n//2, n-3, n")
+    entries = tuple(_layer_entry(entry) for entry in value)
+    repeated = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
+    if repeated:
+        shown = ", ".join(map(str, dict.fromkeys(repeated[:8])))
+        raise ValueError(f"layer ids are repeated: {shown}; give every id once")
+    return entries
+
+
+def _layer_entry(entry: object) -> int | str:
+    if type(entry) is int:
+        return entry
+    if isinstance(entry, dict) and len(entry) == 1 and "every" in entry:
+        raise ValueError("every: 4 with a space is a section in YAML; write every:4 without one")
+    if not isinstance(entry, str):
+        raise ValueError(f"{_kind(entry)} is no layer; {_LAYERS_HELP}")
+    text = entry.strip().lower()
+    if re.fullmatch(r"[-+]?[0-9]{1,9}", text):
+        return int(text)
+    name, colon, step = text.partition(":")
+    if name == "every":
+        if re.fullmatch(r"0*[1-9][0-9]{0,8}", step):
+            return f"every:{int(step)}"
+        raise ValueError(f"{shortened(entry, 60)!r} needs a number of blocks from 1 on, e.g. every:4")
+    if name in LAYER_NAMES and not colon:
+        return name
+    near = difflib.get_close_matches(name, LAYER_NAMES, n=1)
+    hint = f" (did you mean {'every:4' if near[0] == 'every' else near[0]}?)" if near else ""
+    raise ValueError(f"{shortened(entry, 60)!r} is no layer{hint}; {_LAYERS_HELP}")
+
+
+def _kind(value: object) -> str:
+    return {bool: "a truth value", float: "a number with a fraction", type(None): "nothing"}.get(
+        type(value), f"a {type(value).__name__}"
+    )
 
 
 def _takes_numbers(annotation: Any) -> bool:
@@ -204,24 +268,79 @@ class ChatSettings(_Section):
 class EngineSettings(_Section):
     """How vLLM runs; names as vLLM has them."""
 
-    max_num_batched_tokens: int | None = Field(None, gt=0, description="Tokens of one step; also the chunk size.")
-    max_num_seqs: int | None = Field(None, gt=0, description="Samples in flight in one step.")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Tokens of one step; also the chunk size. Default: 2048 on CPU, 16384 on GPU, no more than the job has."
+        ),
+    )
+    max_num_seqs: int | None = Field(
+        None, gt=0, description="Samples in flight in one step; default: 256, or the tokens of a step if that is less."
+    )
     max_model_len: int | None = Field(
         None, ge=3, description="Positions of the engine; default: chat.max_length (or the longest sample) and two."
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory for weights and KV cache.")
-    kv_cache_bytes: ByteSize | None = Field(None, description="KV cache size; default on CPU 1 GiB, on GPU vLLM's.")
+    kv_cache_bytes: ByteSize | None = Field(
+        None,
+        description=(
+            "KV cache size. Default on CPU: what a step and two samples of the greatest length need, 64 MiB to 4 GiB; "
+            "on GPU: what gpu_memory_utilization leaves."
+        ),
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs that hold one copy of the model.")
-    enforce_eager: bool | None = Field(None, description="No compilation; default: true on CPU, false on GPU.")
+    capture: Literal["auto", "native", "hooks"] = Field(
+        "auto",
+        description=(
+            "Where rows come from: the model class's own auxiliary hidden states (native), or forward hooks on its "
+            "decoder layers, which need eager mode (hooks); auto is native where that reaches every layer. Both give "
+            "the same rows."
+        ),
+    )
+    enforce_eager: bool | None = Field(
+        None, description="No compilation; default: true on CPU and with capture: hooks, false on GPU."
+    )
     quantization: str | None = Field(None, description="vLLM quantization method, where the checkpoint needs one.")
     load_format: str = Field("auto", description="vLLM weight loader; 'dummy' makes random weights for speed tests.")
-    buffer_bytes: ByteSize = Field(
-        256 * 2**20, description="Bytes of states in flight between engine and writer; bounds memory."
+    buffer_bytes: ByteSize | None = Field(
+        None,
+        description=(
+            "Host memory for states in flight between engine and writer, pinned with a GPU; bounds memory. Default: "
+            "the rows of two steps, 64 MiB to 4 GiB."
+        ),
     )
     writer_threads: int = Field(2, ge=1, le=32, description="Threads that write rows.")
     start_timeout_s: float = Field(900, gt=0, description="Give up when the engine is not ready after this long.")
     step_timeout_s: float = Field(600, gt=0, description="Replace the engine when no step ends for this long.")
     extra: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, passed through.")
+
+    @field_validator("enforce_eager")
+    @classmethod
+    def _hooks_need_eager_mode(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value is False and info.data.get("capture") == "hooks":
+            raise ValueError("capture: hooks needs eager mode; leave enforce_eager out, or choose another capture")
+        return value
+
+    @field_validator("max_num_seqs")
+    @classmethod
+    def _a_sample_has_a_token(cls, value: int | None, info: ValidationInfo) -> int | None:
+        tokens = info.data.get("max_num_batched_tokens")
+        if value is not None and tokens is not None and value > tokens:
+            raise ValueError(f"more samples in a step than max_num_batched_tokens ({tokens}); lower it or raise that")
+        return value
+
+
+class PreflightSettings(_Section):
+    """The self-test on the real model before the first shard."""
+
+    reference: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description=(
+            "Compare rows with a Hugging Face forward on the CPU; auto: where the weights are at most 2 GiB and fit a "
+            "quarter of the free host memory."
+        ),
+    )
 
 
 class StoreSettings(_Section):
@@ -271,11 +390,16 @@ class JobSettings(BaseSettings):
     model: ModelSettings
     data: DataSettings
     chat: ChatSettings = ChatSettings()
-    layers: Annotated[tuple[int, ...] | None, NoDecode] = Field(
+    layers: Annotated[tuple[int | str, ...] | None, NoDecode] = Field(
         None,
-        description="Layer ids k (stream after k blocks), a list or 2,15,30; default for EAGLE-3: 2, n//2, n-3 and n.",
+        description=(
+            "Layer ids k (stream after k of n blocks; -1 is n, -2 is n-1 ...) and names: eagle3 (2, n//2, n-3), last "
+            "(n), all (0 to n), every:K (0, K, 2K ... up to n). A list or text such as eagle3,last. Default: eagle3 "
+            "and last."
+        ),
     )
     engine: EngineSettings = EngineSettings()
+    preflight: PreflightSettings = PreflightSettings()
     store: StoreSettings = StoreSettings()
     checks: CheckSettings = CheckSettings()
     allow_change: bool = Field(
@@ -298,34 +422,7 @@ class JobSettings(BaseSettings):
     @field_validator("layers", mode="before")
     @classmethod
     def _layers_as_written(cls, value: object) -> object:
-        if isinstance(value, str):
-            text = value.strip()
-            if text.startswith("[") and text.endswith("]"):  # as the environment writes lists
-                text = text[1:-1]
-            parts = [part.strip() for part in text.split(",")]
-            if not all(re.fullmatch(r"[-+]?[0-9]{1,9}", part) for part in parts):
-                raise ValueError(f"not a list of layer ids; {_LAYERS_HELP}")
-            return tuple(int(part) for part in parts)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or not all(type(k) is int for k in value):
-            raise ValueError(f"layer ids are whole numbers in a list; {_LAYERS_HELP}")
-        return tuple(value)
-
-    @field_validator("layers")
-    @classmethod
-    def _layers_are_distinct(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value is None:
-            return None
-        if not value:
-            raise ValueError("no layer ids given; leave the field out for the EAGLE-3 defaults 2, n//2, n-3, n")
-        repeated = sorted({k for k in value if value.count(k) > 1})
-        if repeated:
-            raise ValueError(f"layer ids are repeated: {repeated}; give every id once")
-        negative = [k for k in value if k < 0]
-        if negative:
-            raise ValueError(f"layer ids are negative: {negative}; ids count from 0 (embeddings) to n (last block)")
-        return tuple(sorted(value))
+        return None if value is None else parse_layers(value)
 
     @classmethod
     def settings_customise_sources(

@@ -101,6 +101,7 @@ def check_run(
             _coverage(commits, planned),
             _accounting(commits, accounting),
             _layers(commits, layer_ids),
+            _final_norm(commits),
             _copies(samples, layer_ids),
             norms,
             _agreement(samples, settings.top1_agreement),
@@ -162,6 +163,22 @@ def _layers(commits: Mapping[int, CommitRecord], layer_ids: Sequence[int]) -> Ch
     if len({(size, dtype) for _, size, dtype in shapes}) > 1:
         problems.append(f"hidden sizes or dtypes differ: {sorted({(size, dtype) for _, size, dtype in shapes})}")
     return CheckResult("layers", not problems, float(len(problems)), 0.0, _some(problems))
+
+
+def _final_norm(commits: Mapping[int, CommitRecord]) -> CheckResult:
+    """The engines of all shards had the same final norm; records from before norms were kept say nothing."""
+    shards: dict[tuple[object, ...], list[int]] = {}
+    for shard, commit in sorted(commits.items()):
+        if commit.final_norm is not None:
+            shards.setdefault(commit.final_norm.identity, []).append(shard)
+    problems = [
+        f"shards {_some(list(map(str, numbers)), ', ')} have norm {kind}, epsilon {epsilon:g}, offset {offset:g}, "
+        f"sha256 {digest}"
+        for (kind, epsilon, offset, digest), numbers in shards.items()
+    ]
+    detail = _some(problems) + "; delete the commit records of the wrong shards and run the job again"
+    passed = len(shards) < 2
+    return CheckResult("final_norm", passed, float(len(shards)), 1.0, "" if passed else detail)
 
 
 def _copies(samples: Sequence[tuple[int, SampleRecord]], layer_ids: Sequence[int]) -> CheckResult:
@@ -268,6 +285,6 @@ def _wilson_upper(hits: int, count: int, z: float) -> float:
     return (centre + margin) / (1 + z * z / count)
 
 
-def _some(items: Sequence[str]) -> str:
+def _some(items: Sequence[str], between: str = "; ") -> str:
     more = len(items) - _NAMED
-    return "; ".join(items[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return between.join(items[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from extract_core.errors import CoresampleError, EngineError, NoSpaceError, SettingsError, shortened
+from extract_core.words import size as size
 
 if TYPE_CHECKING:
     from extract_core.settings import JobSettings
@@ -41,7 +42,6 @@ def on_sigterm(*_: object) -> None:
     raise Terminated
 
 
-_LOG_LINES = 50
 _WIDE = 250
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
@@ -189,25 +189,37 @@ def _report(kind: str, message: str, code: int, as_json: bool, error: Coresample
         emit_error(kind, message, code, error)
     with contextlib.suppress(BrokenPipeError):
         console = err()
-        if isinstance(error, EngineError):
-            if error.engine_traceback.strip():
-                console.print(Text("\nengine traceback (innermost):", style="bold"))
-                console.print(Text(innermost(error.engine_traceback)))
-            if error.log_tail.strip():
-                console.print(Text("\nlast lines of the engine's log:", style="bold"))
-                tail = error.log_tail.replace(error.engine_traceback.strip() or "\0", "(the traceback above)")
-                console.print(Text("\n".join(tail.splitlines()[-_LOG_LINES:]), style="dim"))
-            console.print()
         style = "bold yellow" if code == INTERRUPTED else "bold red"
         lead = "" if code == INTERRUPTED else "error: "
         console.print(Text(lead, style=style) + Text(message, style="" if lead else style))
+        if isinstance(error, EngineError):
+            _engine_failure(console, error)
+
+
+def _engine_failure(console: Console, error: EngineError) -> None:
+    """What is known beside the message; the traceback comes last, with its innermost frame at the end."""
+    if error.report is not None and (rows := error.report.rows()):
+        console.print(Text("\nthe engine:", style="bold"))
+        fields(console, rows)
+    whole = error.engine_traceback.strip()
+    tail = error.log_tail.replace(whole or "\0", "(the traceback below)").strip()
+    if tail:
+        console.print(Text("\nfrom the engine's log:", style="bold"))
+        console.print(Text(tail, style="dim"))
+    if whole:
+        console.print(Text("\nengine traceback (innermost):", style="bold"))
+        console.print(Text(innermost(whole)))
 
 
 def emit_error(kind: str, message: str, code: int, error: CoresampleError | None = None) -> None:
     """A failure with ``--json``."""
     document: dict[str, Any] = {"type": kind, "message": message, "exit_code": code}
     if isinstance(error, EngineError):
-        document |= {"engine_traceback": error.engine_traceback, "log_tail": error.log_tail}
+        document |= {
+            "engine_traceback": error.engine_traceback,
+            "log_tail": error.log_tail,
+            "engine": error.report.to_dict() if error.report is not None else None,
+        }
     with contextlib.suppress(BrokenPipeError):
         emit({"error": document})
         sys.stdout.flush()
@@ -301,15 +313,6 @@ def check_places(settings: JobSettings) -> None:
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
-
-
-def size(count: float) -> str:
-    """Bytes for people: ``9.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"
 
 
 def duration(seconds: float) -> str:

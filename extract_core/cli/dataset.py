@@ -343,14 +343,19 @@ def verify(
 
 
 def _remedy(report: VerifyReport, root: Root) -> str:
-    """How missing and damaged shards come back; empty when no shard is wrong."""
+    """How missing and damaged shards and norms come back; empty when none is wrong."""
     from extract_core.store import layout
 
-    wrong = {item.object for item in report.problems if item.object.startswith(f"{layout.SHARDS}/")}
+    wrong = {
+        item.object for item in report.problems if item.object.startswith((f"{layout.SHARDS}/", f"{layout.NORMS}/"))
+    }
     damaged = sorted(name for name in wrong if root.exists(name))
     if not wrong:
         return ""
-    text = "run the job again: missing shards are extracted anew, and the version stays"
+    text = "run the job again: missing shards are extracted anew"
+    if any(name.startswith(f"{layout.NORMS}/") for name in wrong):
+        text += " (a missing norm together with one shard)"
+    text += ", and the version stays"
     if damaged:
         first = ", ".join(root.describe(name) for name in damaged[:_DAMAGED_SHOWN])
         more = f" and {len(damaged) - _DAMAGED_SHOWN:,} more" if len(damaged) > _DAMAGED_SHOWN else ""
@@ -396,6 +401,7 @@ def inspect(
         "encoding": manifest.encoding,
         "n_layers": manifest.n_layers,
         "hidden_size": manifest.hidden_size,
+        "final_norm": manifest.final_norm.model_dump(mode="json") if manifest.final_norm is not None else None,
         "layers": {str(k): layer_in_words(k, manifest.n_layers) for k in manifest.layer_ids},
         "totals": manifest.totals.model_dump(),
         "shards": len(manifest.shards),
@@ -554,6 +560,7 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
             "layers" if n == 0 else "",
             text + (f"; norm {norm['median']:,.1f}, at most {norm['max']:,.1f}" if norm else ""),
         )
+    line("final norm", _norm_in_words(manifest))
     totals = manifest.totals
     line(
         "size",
@@ -600,6 +607,18 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
     console.print(_preview(runs, coloured=console.is_terminal and not console.no_color))
     if not decoded:
         console.print(Text("(token ids: the model's tokenizer is not here)", style="dim"))
+
+
+def _norm_in_words(manifest: Manifest) -> str:
+    norm = manifest.final_norm
+    if norm is None:
+        return "not kept: made by an earlier Coresample"
+    if norm.kind == "unknown":
+        return f"unknown: {norm.reason}"
+    if norm.kind == "none":
+        return f"none: the model reads layer {manifest.n_layers} as it is"
+    offset = f", weight + {norm.offset:g}" if norm.offset else ""
+    return f"{norm.kind}, epsilon {norm.epsilon:g}{offset}; weights in {norm.path}"
 
 
 def _preview(runs: list[tuple[bool, str]], *, coloured: bool) -> Text:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from extract_core.job import Job
     from extract_core.local import RunResult
     from extract_core.planning.estimate import Estimate
+    from extract_core.planning.memory import MemoryPlan
     from extract_core.settings import JobSettings
 
 # The flow by name, resolved when `run` needs it: the command is the one place where the library hands over to the
@@ -51,7 +52,7 @@ def plan(
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> int | None:
-    """Say what a job will do: tokens, shards, bytes, what is dropped, how long it takes. Runs no model.
+    """Say what a job will do: tokens, shards, bytes, memory, what is dropped, how long it takes. Runs no model.
 
     The plan itself is written under the root (plans/), where a later run finds it; nothing else is.
     """
@@ -78,11 +79,13 @@ def plan(
             gpus=settings.engine.tensor_parallel_size,
         )
         published = job.published()
+        memory = job.memory_plan()
     document = _plan_document(job, len(done), time_needed, published.version if published else None)
+    document["memory"] = memory.to_dict()
     if as_json:
         emit(document)
     else:
-        _show_plan(job, document, time_needed)
+        _show_plan(job, document, time_needed, memory)
     return None
 
 
@@ -133,7 +136,21 @@ def _disk_free(job: Job) -> int | None:
     return shutil.disk_usage(local).free if local is not None else None
 
 
-def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate) -> None:
+def memory_table(memory: MemoryPlan) -> list[str]:
+    """Every line with its size, by place, and the sum of each place against what is free."""
+    rows = []
+    for place in memory.places:
+        there = f"not compared ({place.what})" if place.available is None else f"{size(place.available)} {place.what}"
+        rows.append(f"{place.name}: {size(place.needed)} of {there}")
+        rows += [
+            f"  {'~' if line.estimate else ' '}{size(line.nbytes):>9}  {line.name} ({line.how})"
+            for line in memory.lines
+            if line.place == place.name
+        ]
+    return rows
+
+
+def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate, memory: MemoryPlan) -> None:
     from rich.text import Text
 
     meta, console = job.plan.meta, out()
@@ -190,6 +207,13 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate) -> Non
         )
     )
     console.print(Text(f"          ({time_needed.source})", style="dim"))
+    console.print(Text("\nmemory on this machine (~ is an estimate)", style="bold"))
+    for row in memory_table(memory):
+        console.print(Text(f"  {row}"))
+    for problem in memory.problems:
+        console.print(Text(f"A run would be refused here: {problem}", style="red"))
+    for warning in memory.warnings:
+        console.print(Text(f"{warning[0].upper()}{warning[1:]}", style="yellow"))
     console.print(Text("The plan is stored under the root; no model was run.", style="dim"))
 
 

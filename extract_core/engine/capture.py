@@ -1,4 +1,4 @@
-"""Which tensors of the model are the hidden states, and how to read the next token from them.
+"""Which tensors of a step are the hidden states: native auxiliary states of the model class, or hooks on its blocks.
 
 Layer id k is the residual stream after k decoder blocks (vLLM's own numbering): 0 the embeddings, n the last block
 before the final norm.
@@ -6,31 +6,119 @@ before the final norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from extract_core.errors import EngineIncompatibleError, LayerIdError
+from extract_core.engine.hooks import LayerHooks, decoder_blocks
+from extract_core.engine.norm import difference, final_norm, norm_error, tolerance
+from extract_core.errors import CaptureError, EngineIncompatibleError, LayerIdError
+
+_PROOF_ROWS = 64
 
 
-def enable_capture(model_runner: Any, layer_ids: Sequence[int]) -> None:
-    """Ask the model for the residual stream at ``layer_ids``; to be called before the first forward.
+class LayerCapture:
+    """The chosen layers of one model, whichever way they come.
+
+    Args:
+        model_runner: vLLM's, with the model loaded and no forward run yet.
+        layer_ids: ascending.
+        n: number of decoder blocks.
+        hidden_size: H.
+        hooks: take the layers with hooks instead of natively.
 
     Raises:
-        EngineIncompatibleError: the model class has no native auxiliary hidden states.
+        EngineIncompatibleError: the model has no native states, or its decoder blocks were not found.
     """
-    model = model_runner.get_model()
-    from vllm.model_executor.models.interfaces import supports_eagle3
 
-    if not supports_eagle3(model) or not hasattr(model, "set_aux_hidden_state_layers"):
-        raise EngineIncompatibleError(
-            f"{type(model).__name__} has no auxiliary hidden states in this vLLM (SupportsEagle3 is missing); try "
-            'engine.extra: {model_impl: "transformers"}, or a model whose class in vLLM supports EAGLE-3'
-        )
-    model.set_aux_hidden_state_layers(tuple(layer_ids))
-    # On runner V2 only after load_model: with the flag set earlier its load asserts a speculative config.
-    model_runner.use_aux_hidden_state_outputs = True
+    def __init__(self, model_runner: Any, layer_ids: Sequence[int], *, n: int, hidden_size: int, hooks: bool):
+        self.model = model_runner.get_model()
+        self.norm = final_norm(*decoder_blocks(self.model, n))
+        self._dtype = model_runner.model_config.dtype
+        self._worst: torch.Tensor | None = None
+        self._ids, self._n, self._hidden_size = list(layer_ids), n, hidden_size
+        self._hooks: LayerHooks | None = None
+        if hooks:
+            self._hooks = LayerHooks(self.model, layer_ids, n, hidden_size)
+            return
+        if not hasattr(self.model, "set_aux_hidden_state_layers"):
+            raise EngineIncompatibleError(
+                f"{type(self.model).__name__} has no auxiliary hidden states in this vLLM (SupportsEagle3 is missing); "
+                "set engine.capture: hooks"
+            )
+        self.model.set_aux_hidden_state_layers(tuple(layer_ids))
+        # On runner V2 only after load_model: with the flag set earlier its load asserts a speculative config.
+        model_runner.use_aux_hidden_state_outputs = True
+
+    def begin(self) -> None:
+        """Before a forward whose rows count."""
+        if self._hooks is not None:
+            self._hooks.begin()
+
+    def end(self) -> None:
+        """After it, also when it failed."""
+        if self._hooks is not None:
+            self._hooks.end()
+
+    def states(self, state: Any, tokens: int) -> list[torch.Tensor]:
+        """The layers of a step: L tensors [>= tokens, H] in the order of the ids.
+
+        Args:
+            state: the runner's ``execute_model_state``.
+            tokens: tokens of the step.
+
+        Raises:
+            LayerIdError: not one tensor per layer id, or of another shape.
+        """
+        if self._hooks is not None:
+            found = self._hooks.states(self.norm, state.hidden_states, tokens)
+        else:
+            found = state.aux_hidden_states
+        check_layers(found, self._ids, tokens, self._hidden_size)
+        return found
+
+    def prove(self, states: Sequence[torch.Tensor], state: Any, tokens: int, *, now: bool) -> None:
+        """Compare the norm of layer n with what the model itself returned for these tokens.
+
+        The result of a step is only waited for with ``now``; ``proved`` gives that of all steps. Nothing is done
+        without layer n.
+
+        Raises:
+            CaptureError: what was captured is not the last block before the norm, of these tokens.
+        """
+        if self._ids[-1] != self._n:
+            return
+        # Spread over the whole step: a stale or misplaced part shows wherever it lies.
+        rows = torch.linspace(0, tokens - 1, min(tokens, _PROOF_ROWS), device=states[-1].device).round().long()
+        stream, normed = states[-1][rows], state.hidden_states[rows]
+        error = norm_error(self.norm, stream, normed)
+        self._worst = error if self._worst is None else torch.fmax(self._worst, error)
+        if now:
+            self.proved()
+            same = float(difference(stream, normed)) if stream.shape == normed.shape else math.inf
+            if not isinstance(self.norm, torch.nn.Identity) and same <= tolerance(stream.dtype):
+                raise CaptureError(
+                    f"what was captured as layer {self._n} is the model's output after the final norm, expected is the "
+                    "last block before it; try engine.capture: hooks"
+                )
+
+    def proved(self) -> None:
+        """Judge all steps since the last call.
+
+        Raises:
+            CaptureError: as ``prove``.
+        """
+        worst, self._worst = self._worst, None
+        if worst is None:
+            return
+        error, limit = float(worst), tolerance(self._dtype)
+        if error > limit:
+            raise CaptureError(
+                f"the final norm of layer {self._n} differs from the model's own output by {error:.2g} (relative, at "
+                f"most {limit:g} expected): what was captured is not the last block before the norm, of these tokens"
+            )
 
 
 def check_layers(aux: Sequence[torch.Tensor] | None, layer_ids: Sequence[int], tokens: int, hidden_size: int) -> None:
@@ -42,42 +130,10 @@ def check_layers(aux: Sequence[torch.Tensor] | None, layer_ids: Sequence[int], t
     if aux is None or len(aux) != len(layer_ids):
         raise LayerIdError(
             f"asked the model for layers {list(layer_ids)}, it returned {0 if aux is None else len(aux)} tensors: "
-            "an id is not reachable on this model in this vLLM (the last block is missing in some model classes)"
+            "an id is not reachable natively on this model in this vLLM; set engine.capture: hooks"
         )
     for k, tensor in zip(layer_ids, aux, strict=True):
-        if tensor.shape[0] < tokens or tensor.shape[-1] != hidden_size:
+        if tensor.ndim != 2 or tensor.shape[0] < tokens or tensor.shape[-1] != hidden_size:
             raise LayerIdError(
                 f"layer {k} came as {tuple(tensor.shape)}, expected at least {tokens} rows of {hidden_size}"
             )
-
-
-def final_norm(model: torch.nn.Module) -> torch.nn.Module:
-    """The model's last norm, between block n and lm_head.
-
-    Raises:
-        EngineIncompatibleError: no module with a known name.
-    """
-    inner = model
-    for name in ("language_model", "model", "transformer", "model"):
-        inner = getattr(inner, name, inner)
-    for name in ("norm", "final_layernorm", "ln_f", "norm_f", "final_norm"):
-        norm = getattr(inner, name, None)
-        if isinstance(norm, torch.nn.Module):
-            return norm
-    raise EngineIncompatibleError(f"{type(model).__name__}: no final norm found for the next-token check")
-
-
-@torch.inference_mode()
-def next_tokens(model: Any, h_n: torch.Tensor, chunk: int = 64) -> list[int]:
-    """``argmax(lm_head(norm(h_n)))`` for rows [S, H] of the last block, with the model's own modules.
-
-    Off-by-one layers, rows of another request, zeros, partial sums and a wrong norm all show up here.
-    """
-    norm = final_norm(model)
-    result: list[int] = []
-    for rows in h_n.split(chunk):
-        normed = norm(rows)
-        logits = model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
-        if logits is not None:  # tensor-parallel ranks that do not gather return nothing
-            result.extend(logits.argmax(dim=-1).tolist())
-    return result

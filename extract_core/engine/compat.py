@@ -7,12 +7,13 @@ it.
 from __future__ import annotations
 
 import inspect
-import os
+import re
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from extract_core.engine.protocol import EngineSpec
-from extract_core.errors import EngineIncompatibleError
+from extract_core.errors import EngineIncompatibleError, LayerIdError
 
 if TYPE_CHECKING:
     import torch
@@ -51,21 +52,50 @@ def platform() -> str:
     )
 
 
+OLDEST, NEWEST = (0, 16), (0, 33)
+"""Releases of vLLM that this code was written for; a newer one is tried, and refused where a piece is missing."""
+
+
 def build_core(spec: EngineSpec) -> EngineCore:
     """VLLM's EngineCore in this process, with our worker and the layer ids in the compile key.
 
     Raises:
-        EngineIncompatibleError: vLLM has no such engine argument or entry point.
+        EngineIncompatibleError: vLLM lacks something that is needed, or cannot capture what is asked.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.abstract import Executor
 
-    known = set(inspect.signature(EngineArgs).parameters)
-    where = platform()
+    inspect_engine()
     refuse_extra(spec.extra)
-    tokens = spec.max_num_batched_tokens or (2048 if where == "cpu" else 16384)
+    where = platform()
     eager = spec.enforce_eager if spec.enforce_eager is not None else where == "cpu"
+    known = set(inspect.signature(EngineArgs).parameters)
+    unknown = sorted(set(spec.extra) - known)
+    if unknown:
+        raise EngineIncompatibleError(f"engine.extra names {unknown}, which this vLLM's EngineArgs does not have")
+
+    def config(*, capture: str, eager: bool) -> Any:
+        arguments = _arguments(spec, where, capture=capture, eager=eager)
+        missing = sorted(set(arguments) - known - {"kv_cache_memory_bytes"})
+        if missing:
+            raise EngineIncompatibleError(f"this vLLM's EngineArgs has no {missing}; {_supported()}")
+        result = EngineArgs(**{k: v for k, v in arguments.items() if k in known}).create_engine_config()
+        _set_cpu_cache(result, arguments.get("kv_cache_memory_bytes"))
+        return result
+
+    vllm_config = config(capture="native", eager=eager)
+    if choose_capture(spec, vllm_config.model_config) == "hooks":
+        if spec.enforce_eager is False:
+            raise EngineIncompatibleError(
+                "these layers need hooks on the decoder blocks, which need eager mode; set engine.enforce_eager to "
+                "true, or leave it out"
+            )
+        vllm_config = config(capture="hooks", eager=True)
+    return EngineCore(vllm_config, _executor(vllm_config), False)
+
+
+def _arguments(spec: EngineSpec, where: str, *, capture: str, eager: bool) -> dict[str, Any]:
+    tokens = spec.max_num_batched_tokens or (2048 if where == "cpu" else 16384)
     arguments: dict[str, Any] = {
         "model": spec.model,
         "tokenizer": spec.model,
@@ -79,32 +109,170 @@ def build_core(spec: EngineSpec) -> EngineCore:
         "enforce_eager": eager,
         "quantization": spec.quantization,
         "load_format": spec.load_format,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": spec.prefix_caching,
         "enable_chunked_prefill": True,
         "worker_cls": WORKERS[where],
         "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
         # Part of vLLM's compile key: without it a cached graph that returns other layers is picked up silently.
-        "additional_config": {"coresample": {"layers": ",".join(str(k) for k in spec.layer_ids)}},
+        "additional_config": {
+            "coresample": {
+                "layers": ",".join(str(k) for k in spec.layer_ids),
+                "capture": capture,
+                "store_dtype": spec.store_dtype,
+            }
+        },
         "disable_log_stats": True,
         "seed": 0,
     }
     if where == "cpu":
         arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes or 2**30
-        if "kv_cache_memory_bytes" not in known:  # older vLLM: whole GiB through the environment, which would win
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, arguments["kv_cache_memory_bytes"] // 2**30))
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         if spec.kv_cache_bytes:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-    arguments.update(spec.extra)
-    unknown = sorted(set(spec.extra) - known)
-    if unknown:
-        raise EngineIncompatibleError(f"engine.extra names {unknown}, which this vLLM's EngineArgs does not have")
-    missing = sorted(set(arguments) - known - {"kv_cache_memory_bytes"})
+    return arguments | spec.extra
+
+
+def _set_cpu_cache(vllm_config: Any, nbytes: int | None) -> None:
+    """Up to 0.19 the CPU backend sized its cache by an environment variable in whole GiB, kept in a field."""
+    cache = vllm_config.cache_config
+    if nbytes and hasattr(cache, "cpu_kvcache_space_bytes"):
+        cache.cpu_kvcache_space_bytes = nbytes
+
+
+def _executor(vllm_config: Any) -> Any:
+    """The executor class: in this process where one worker is enough, also where the CPU backend prefers another."""
+    from vllm.v1.executor.abstract import Executor
+
+    if vllm_config.parallel_config.world_size > 1:
+        return Executor.get_class(vllm_config)
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    vllm_config.parallel_config.distributed_executor_backend = "uni"
+    return UniProcExecutor
+
+
+_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm.v1.engine.core": {
+        "EngineCore": ("preprocess_add_request", "add_request", "step", "post_step", "collective_rpc"),
+    },
+    "vllm.v1.engine": {"EngineCoreRequest": ("__struct_fields__",)},
+    "vllm.v1.executor.uniproc_executor": {"UniProcExecutor": ("collective_rpc", "sample_tokens")},
+    "vllm.v1.worker.gpu_worker": {"Worker": ("load_model", "execute_model", "sample_tokens")},
+    "vllm.model_executor.models.interfaces": {"supports_eagle3": ()},
+    "vllm.model_executor.model_loader.utils": {"get_model_architecture": ()},
+}
+_PARAMETERS = {
+    ("vllm.v1.engine.core", "EngineCore"): ("vllm_config", "executor_class", "log_stats"),
+    ("vllm.v1.worker.gpu_worker", "Worker.execute_model"): ("scheduler_output",),
+    ("vllm.v1.engine.core", "EngineCore.preprocess_add_request"): ("request",),
+}
+
+
+def inspect_engine() -> None:
+    """Look for every entry point that the capture uses, before anything is loaded.
+
+    Raises:
+        EngineIncompatibleError: names all that is missing or has another signature, and the supported releases.
+    """
+    import importlib
+
+    missing = []
+    for module_name, classes in _NEEDED.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            missing.append(f"{module_name} ({error})")
+            continue
+        for name, attributes in classes.items():
+            holder = getattr(module, name, None)
+            if holder is None:
+                missing.append(f"{module_name}.{name}")
+            missing += [
+                f"{module_name}.{name}.{a}" for a in attributes if holder is not None and not hasattr(holder, a)
+            ]
+    for (module_name, path), wanted in _PARAMETERS.items():
+        found: Any = sys.modules.get(module_name)
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            continue  # named above
+        parameters = inspect.signature(found).parameters
+        free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        missing += [f"{module_name}.{path}({w}=)" for w in wanted if w not in parameters and not free]
     if missing:
-        raise EngineIncompatibleError(f"this vLLM's EngineArgs has no {missing}; supported are vLLM 0.16 to 0.33")
-    config = EngineArgs(**{k: v for k, v in arguments.items() if k in known}).create_engine_config()
-    return EngineCore(config, Executor.get_class(config), False)
+        raise EngineIncompatibleError(f"this vLLM lacks what the capture needs: {', '.join(missing)}; {_supported()}")
+
+
+def _supported() -> str:
+    import vllm
+
+    oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+    return f"installed is vLLM {vllm.__version__}, supported are {oldest} to {newest} (docs/compatibility.md)"
+
+
+def block_count(model_config: Any) -> int:
+    """Number of decoder blocks n, from the text part of the config."""
+    return int(model_config.hf_text_config.num_hidden_layers)
+
+
+def choose_capture(spec: EngineSpec, model_config: Any) -> str:
+    """``"native"`` or ``"hooks"``: native where the model class reaches every layer id by itself.
+
+    Raises:
+        LayerIdError: native was asked for and does not reach a layer.
+    """
+    if spec.capture == "hooks":
+        return "hooks"
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    model_class, _ = get_model_architecture(model_config)
+    reached = native_layers(model_class, block_count(model_config))
+    beyond = [k for k in spec.layer_ids if k not in reached]
+    if not beyond:
+        return "native"
+    if spec.capture == "native":
+        reach = f"{reached[0]} to {reached[-1]}" if reached else "none"
+        raise LayerIdError(
+            f"engine.capture is native, but {model_class.__name__} of this vLLM does not return the layers {beyond} "
+            f"(it returns: {reach}); set engine.capture to auto or hooks"
+        )
+    return "hooks"
+
+
+_REACHES_LAST = re.compile(r"_maybe_add_hidden_state|(end_layer|\+ 1) in self\.aux_hidden_state_layers")
+
+
+def native_layers(model_class: type, n: int) -> range:
+    """Layer ids that a model class of this vLLM returns by itself; empty where it returns none.
+
+    Id 0 is never among them: classes either fail on it (no residual yet) or return a tensor that the first block
+    overwrites in place on a GPU. Up to 0.17, and longer in classes with loops of their own (DeepSeek up to 0.24),
+    states are taken before each block, so that the last block's output is left out without a word.
+    """
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    if not supports_eagle3(model_class) or not hasattr(model_class, "set_aux_hidden_state_layers"):
+        return range(0)
+    if ".transformers" in model_class.set_aux_hidden_state_layers.__module__:
+        return range(1, n + 1)  # records block outputs
+    module = sys.modules[model_class.__module__]
+    forwards = [
+        source
+        for held in vars(module).values()
+        if inspect.isclass(held) and held.__module__.startswith("vllm.") and hasattr(held, "forward")
+        if "aux_hidden_state" in (source := _source(held.forward)) and "layer" in source
+    ]
+    # A wrapper around another class shows nothing here; the first step then counts what came.
+    reaches_last = not forwards or any(_REACHES_LAST.search(source) for source in forwards)
+    return range(1, n + 1 if reaches_last else n)
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 _OWN_SETTINGS = {
@@ -295,4 +463,5 @@ def engine_info(core: EngineCore) -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "quantization": config.model_config.quantization,
+        "capture": config.additional_config["coresample"]["capture"],
     }

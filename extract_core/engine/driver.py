@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from extract_core import errors
 from extract_core.engine import compat
-from extract_core.engine.protocol import EngineSpec, JobSample, Progress, ShardDone, ShardJob
-from extract_core.errors import CaptureError
+from extract_core.engine.protocol import EngineSpec, FinalNorm, JobSample, Progress, ShardDone, ShardJob
+from extract_core.errors import CaptureError, CoresampleError, EngineCrashedError, EngineError
 
 _REPORT_EVERY_S = 0.25
+_ASK_S = 10.0
 
 
 class EngineDriver:
@@ -33,7 +35,41 @@ class EngineDriver:
         self._vocab_size = model.get_vocab_size()
         self._max_tokens = model.max_model_len - 1  # one position is reserved for the output token
         self._ahead = self.core.vllm_config.scheduler_config.max_num_seqs * 2
+        self._rpc("capture_setup", spec.buffer_bytes, spec.writer_threads)
         self.info = compat.engine_info(self.core) | {"model_runner": self._rpc("capture_runner")[0]}
+        norm = self._rpc("capture_norm")[0]
+        self.final_norm = None if "unknown" in norm else FinalNorm(**norm)
+        if self.final_norm is None:
+            self.info["final_norm"] = norm["unknown"]
+
+    def _run(self, run: _Run, ids: dict[str, JobSample], alone: set[str]) -> None:
+        for rid, sample in ids.items():
+            if sample.sample_id in alone:
+                run.feed([(rid, sample)], ahead=1, announce=True)
+        run.feed(((rid, s) for rid, s in ids.items() if s.sample_id not in alone), ahead=self._ahead)
+        run.drain()
+
+    def _raise_worker_failure(self, error: BaseException) -> None:
+        """What a worker process failed with, in place of the text that the executor makes of it.
+
+        Raises:
+            CoresampleError: of the kind raised in the worker.
+        """
+        if isinstance(error, CoresampleError) or self.spec.tensor_parallel_size == 1:
+            return
+        try:
+            failures = self.core.model_executor.collective_rpc("capture_failure", timeout=_ASK_S)
+        except BaseException as unanswered:  # noqa: BLE001 - the first failure is raised by the caller, this one noted
+            error.add_note(f"the workers did not say more: {unanswered!r}")
+            return
+        for found in failures:
+            if found is not None:
+                kind = getattr(errors, found["kind"], EngineError)
+                if issubclass(kind, EngineError):
+                    raise kind(found["message"], engine_traceback=found["traceback"]) from error
+                raise EngineCrashedError(
+                    f"{found['kind']}: {found['message']}", engine_traceback=found["traceback"]
+                ) from error
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         result: list[Any] = self.core.collective_rpc(method, args=args)
@@ -71,15 +107,13 @@ class EngineDriver:
         self.core.reset_prefix_cache()  # a shard stands alone, whatever ran before
         ids = {f"{job.attempt}-{n}": s for n, s in enumerate(accepted)}
         places = {rid: (s.first_row, len(s.token_ids) // 4) for rid, s in ids.items()}
-        spec = self.spec
-        self._rpc("capture_begin", job.path, job.rows, places, spec.store_dtype, spec.buffer_bytes, spec.writer_threads)
+        self._rpc("capture_begin", job.path, job.rows, places)
         run = _Run(self.core, report)
-        alone = set(job.solo)
-        for rid, sample in ids.items():
-            if sample.sample_id in alone:
-                run.feed([(rid, sample)], ahead=1, announce=True)
-        run.feed(((rid, s) for rid, s in ids.items() if s.sample_id not in alone), ahead=self._ahead)
-        run.drain()
+        try:
+            self._run(run, ids, set(job.solo))
+        except BaseException as error:
+            self._raise_worker_failure(error)
+            raise
         engine_s = time.perf_counter() - started
         ended = next(result for result in self._rpc("capture_end") if result is not None)
         if ended["missing"]:

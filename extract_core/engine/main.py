@@ -6,12 +6,15 @@ failure. Leaves with status 0 after Shutdown and 1 after Failed.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 
+from extract_core.engine.guard import die_with_parent
+from extract_core.engine.logs import chained, root_cause
 from extract_core.engine.protocol import (
     EngineSpec,
     Failed,
@@ -22,7 +25,14 @@ from extract_core.engine.protocol import (
     receive_request,
     send,
 )
-from extract_core.errors import CaptureError, CoresampleError
+from extract_core.errors import CaptureError, CoresampleError, EngineError
+
+
+def prepare_process() -> None:
+    """What every Python process of the engine does first: die with its parent, print its stacks when asked."""
+    die_with_parent()
+    faulthandler.enable()  # a crash in native code leaves the Python stack in the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the host before it kills a hung engine
 
 
 def main(fd: int) -> int:
@@ -37,7 +47,7 @@ def main(fd: int) -> int:
 
         send(host, Starting("loading the model"))
         driver = EngineDriver(spec)
-        send(host, Ready(driver.info))
+        send(host, Ready(driver.info, driver.final_norm))
         while not isinstance(request := receive_request(host), Shutdown):
             if not isinstance(request, ShardJob):
                 raise TypeError(f"expected a ShardJob, got {type(request).__name__}")
@@ -50,23 +60,23 @@ def main(fd: int) -> int:
         known = isinstance(error, CoresampleError)
         # What we refuse ourselves says all in its message; a traceback is for failures of the engine.
         shown = "" if known and not isinstance(error, CaptureError) else text
-        send(host, Failed(type(error).__name__ if known else "", str(error) if known else _root_cause(error), shown))
+        if isinstance(error, EngineError) and error.engine_traceback:
+            shown = chained(error.engine_traceback, text)  # of the worker process that failed
+        message = str(error).strip() if known else ""
+        try:
+            send(host, Failed(type(error).__name__ if known else "", message or root_cause(error), shown))
+        except OSError:
+            print("the host is gone: nobody hears of this failure", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-def _root_cause(error: BaseException) -> str:
-    """The innermost exception of the chain in one line, never empty: an AssertionError gets its source line."""
-    inner = error
-    while (cause := inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)) is not None:
-        inner = cause
-    text = str(inner).strip()
-    frames = traceback.extract_tb(inner.__traceback__)
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} `{frames[-1].line}`" if frames else ""
-    return f"{type(inner).__name__}: {text}{where}" if text else f"{type(inner).__name__}{where}"
-
+if __name__ == "__mp_main__":
+    # A process that vLLM spawns (a worker of a tensor-parallel group): multiprocessing imports this module there first.
+    prepare_process()
 
 if __name__ == "__main__":
+    prepare_process()
     # A hard exit: vLLM's atexit handlers can hang after a failure, and everything durable is on disk already.
     status = main(int(sys.argv[1]))
     sys.stdout.flush()

@@ -1,13 +1,16 @@
 """Self-test of capture on the real model, before the first shard.
 
 A few real prompts go through the engine twice, whole and cut into chunks. What a broken hook, a wrong layer id, a
-misplaced row or a wrong norm would do shows here, on a few hundred tokens, instead of in a published dataset.
+misplaced row or a wrong norm would do shows here, on a few hundred tokens, instead of in a published dataset. Where the
+model is small enough, the rows are compared with a Hugging Face forward of the same weights, too.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ import numpy as np
 
 from extract_core.checks.rows import RowFailure, check_sample_rows
 from extract_core.engine.protocol import JobSample, ShardDone, ShardJob
+from extract_core.engine.reference import Reference, ReferenceFailedError, compute
 from extract_core.engine.supervisor import EngineSupervisor
-from extract_core.errors import EngineCrashedError, PreflightError
+from extract_core.errors import CaptureError, EngineCrashedError, PreflightError
 from extract_core.store.unsealed import UnsealedShard
 
 PROMPTS, TOKENS, SETS = 4, 160, 3
@@ -24,19 +28,41 @@ PROMPTS, TOKENS, SETS = 4, 160, 3
 CHUNK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest relative difference, at the 90th percentile of rows, between a prefill in chunks and a whole one. A chunk
 that misses its context is off by about 1; single rows may differ more where a mixture's router is near a tie."""
+_REFERENCE_S = 900
+STORE_ROUNDING = {"float32": 0.0, "bfloat16": 4e-3, "float16": 5e-4}
+"""What rounding to the stored dtype adds at most (half a unit in the last place of the mantissa, relative)."""
 LEAST_AGREEMENT = 0.5
 """Of a handful of prompts one or two may sit at a tie of two tokens; a wrong layer or norm agrees on none."""
 
 
-def preflight(
-    engine: EngineSupervisor,
-    prompts: Sequence[np.ndarray[Any, np.dtype[np.int32]]],
-    *,
-    layer_ids: Sequence[int],
-    compute_dtype: str,
-    folder: Path,
-    want_top1: bool,
-) -> dict[str, Any]:
+REFERENCE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
+"""Largest relative difference to a float32 Hugging Face forward, median of rows, at any layer."""
+
+Prompts = Sequence[np.ndarray[Any, np.dtype[np.int32]]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the self-test needs to know of a job.
+
+    ``layer_ids`` ascend, of a model of ``n_layers`` blocks. ``compute_dtype`` is the dtype of the forward and, with the
+    engine's dtype of stored rows, decides the tolerances. ``reference`` is "never", "auto" (compare with Hugging Face,
+    go on where its forward fails) or "always". Probe files go to ``folder``.
+    """
+
+    layer_ids: Sequence[int]
+    n_layers: int
+    compute_dtype: str
+    folder: Path
+    reference: str = "never"
+
+    @property
+    def captures_last(self) -> bool:
+        """Layer n is captured, so the next token can be computed from it."""
+        return self.layer_ids[-1] == self.n_layers
+
+
+def preflight(engine: EngineSupervisor, prompts: Prompts, probe: Probe) -> dict[str, Any]:
     """Run the self-test; starts the engine if it does not run.
 
     A sample may be bad in itself (it kills the engine, its states overflow): when one set of prompts fails in such a
@@ -45,10 +71,7 @@ def preflight(
     Args:
         engine: the job's engine.
         prompts: token ids of real samples; ``PROMPTS`` at a time are used, cut to ``TOKENS``.
-        layer_ids: what the engine captures, ascending.
-        compute_dtype: dtype of the forward; decides the tolerance.
-        folder: for the probe files.
-        want_top1: layer n is captured, so the next token can be computed from it.
+        probe: what to expect.
 
     Returns:
         the figures, for the commit records.
@@ -62,7 +85,7 @@ def preflight(
         cut = [ids[:TOKENS] for ids in chosen]
         cut += cut if len(cut) == 1 else []  # a request that is alone is never cut into chunks
         try:
-            return _test(engine, cut, layer_ids, compute_dtype, folder, want_top1)
+            return _test(engine, cut, probe)
         except (EngineCrashedError, PreflightError):
             engine.kills.clear()  # the probes are nobody's samples
             if number == len(sets) - 1:
@@ -70,47 +93,93 @@ def preflight(
     raise PreflightError("there is no sample to test the capture with; expected at least one in the plan")
 
 
-def _test(
-    engine: EngineSupervisor,
-    cut: Sequence[np.ndarray[Any, np.dtype[np.int32]]],
-    layer_ids: Sequence[int],
-    compute_dtype: str,
-    folder: Path,
-    want_top1: bool,
-) -> dict[str, Any]:
+def _test(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> dict[str, Any]:
+    with ThreadPoolExecutor(1) as beside:  # a process of its own, which runs while the engine starts
+        reference = beside.submit(_reference, engine, cut, probe) if probe.reference != "never" else None
+        figures, whole = _test_engine(engine, cut, probe)
+        return figures if reference is None else figures | _compare(reference, whole, probe, engine.spec.store_dtype)
+
+
+def _test_engine(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> tuple[dict[str, Any], list[Any]]:
     chunk = max(2, max(map(len, cut)) // 3)
-    whole, done = _capture(engine, cut, layer_ids, folder, chunk=0, want_top1=want_top1)
+    whole, done = _capture(engine, cut, probe, chunk=0)
     figures: dict[str, Any] = {"prompts": len(cut), "tokens": sum(map(len, cut)), "chunk": chunk}
-    if want_top1:
+    if probe.captures_last:
         agree = sum(done.greedy[name] == done.top1[name] for name in done.greedy) / len(done.greedy)
         if agree < LEAST_AGREEMENT:
             raise PreflightError(
                 f"lm_head(norm(h_n)) gives the engine's own next token for {agree:.0%} of {len(cut)} prompts, expected "
-                f"at least {LEAST_AGREEMENT:.0%}: layer {layer_ids[-1]} is not the last block's output, or the final "
-                "norm is another. This model needs support (ARCHITECTURE.md, section 4); leave layer n out of layers "
-                "to go on without it"
+                f"at least {LEAST_AGREEMENT:.0%}: layer {probe.n_layers} is not the last block's output, or the final "
+                "norm is another. Try engine.capture: hooks (docs/compatibility.md), or leave layer n out of layers"
             )
         figures["top1_agreement"] = agree
-    parts, _ = _capture(engine, cut, layer_ids, folder, chunk=chunk, want_top1=False)
-    worst = float(np.quantile(np.concatenate([_relative(a, b) for a, b in zip(parts, whole, strict=True)]), 0.9))
-    tolerance = CHUNK_TOLERANCE[compute_dtype]
+    parts, _ = _capture(engine, cut, probe, chunk=chunk)
+    worst = float(
+        np.quantile(np.concatenate([_relative(a, b).ravel() for a, b in zip(parts, whole, strict=True)]), 0.9)
+    )
+    tolerance = CHUNK_TOLERANCE[probe.compute_dtype] + STORE_ROUNDING[engine.spec.store_dtype]
     if not worst <= tolerance:
         raise PreflightError(
             f"rows of a prefill in chunks of {chunk} tokens differ from those of a whole one by {worst:.2e} (relative, "
-            f"90th percentile), expected at most {tolerance:.0e}: chunked prefill is not safe for this model here. Set "
+            f"90th percentile), expected at most {tolerance:.1e}: chunked prefill is not safe for this model here. Set "
             "engine.max_num_batched_tokens above the longest sample and engine.extra.enable_chunked_prefill to false"
         )
-    return figures | {"chunked_p90": worst}
+    return figures | {"chunked_p90": worst}, whole
+
+
+def _reference(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> Reference:
+    """Rows of the layers asked for and of their neighbours, which show an id that is off by one."""
+    layers = sorted({k + step for k in probe.layer_ids for step in (-1, 0, 1)} & set(range(probe.n_layers + 1)))
+    spec = engine.spec
+    return compute(
+        Path(spec.model), cut, layers, probe.folder, trust_remote_code=spec.trust_remote_code, timeout_s=_REFERENCE_S
+    )
+
+
+def _compare(
+    running: Future[Reference], whole: Sequence[np.ndarray[Any, Any]], probe: Probe, store_dtype: str
+) -> dict[str, Any]:
+    try:
+        reference = running.result()
+    except ReferenceFailedError as error:
+        if probe.reference == "always":
+            raise PreflightError(
+                f"no comparison with Hugging Face: {error}; set preflight.reference to auto or never to go on without",
+                log_tail=error.log_tail,
+            ) from error
+        return {"reference": f"not compared: {error}"}
+    known = sorted({k + step for k in probe.layer_ids for step in (-1, 0, 1)} & set(range(probe.n_layers + 1)))
+    captured = np.concatenate(list(whole))
+    expected = np.concatenate(reference.rows)
+    tolerance = REFERENCE_TOLERANCE[probe.compute_dtype] + STORE_ROUNDING[store_dtype]
+    medians: dict[str, float] = {}
+    for at, k in enumerate(probe.layer_ids):
+        rows = captured[:, at]
+        errors = {c: float(np.median(_relative(rows, expected[:, i]))) for i, c in enumerate(known) if abs(c - k) <= 1}
+        nearest = min(errors, key=lambda c: errors[c])
+        if nearest != k:
+            raise PreflightError(
+                f"what was captured as layer {k} is layer {nearest} of a Hugging Face forward (relative difference "
+                f"{errors[nearest]:.2e}, to layer {k} {errors[k]:.2e}): this vLLM counts the layers of this model in "
+                "another way. Try engine.capture: hooks"
+            )
+        if not errors[k] <= tolerance:
+            raise PreflightError(
+                f"layer {k} differs from a Hugging Face forward of the same weights by {errors[k]:.2e} (relative, "
+                f"median of {len(rows)} rows), expected at most {tolerance:g}: the engine computes another model than "
+                "the checkpoint says (quantization, position encoding, or a fault of this vLLM). Compare engine.extra "
+                "with the model's card, or set preflight.reference to never if the difference is meant"
+            )
+        medians[str(k)] = errors[k]
+    return {"reference": medians}
 
 
 def _capture(
     engine: EngineSupervisor,
-    prompts: Sequence[np.ndarray[Any, np.dtype[np.int32]]],
-    layer_ids: Sequence[int],
-    folder: Path,
+    prompts: Prompts,
+    probe: Probe,
     *,
     chunk: int,
-    want_top1: bool,
 ) -> tuple[list[np.ndarray[Any, Any]], ShardDone]:
     import torch
 
@@ -119,10 +188,18 @@ def _capture(
         samples.append(JobSample(f"probe-{number}", first, ids.astype("<i4").tobytes()))
         first += len(ids)
     attempt = uuid.uuid4().hex
-    path = folder / f"preflight-{attempt}.tmp"
+    path = probe.folder / f"preflight-{attempt}.tmp"
     try:
-        job = ShardJob(attempt, str(path), first, samples, want_top1=want_top1, chunk=chunk)
-        done = engine.extract(job, lambda progress: None)
+        job = ShardJob(attempt, str(path), first, samples, want_top1=probe.captures_last, chunk=chunk)
+        try:
+            done = engine.extract(job, lambda progress: None)
+        except CaptureError as error:
+            raise PreflightError(
+                f"{error}; the capture does not fit this model in this vLLM. Try the other engine.capture "
+                "(docs/compatibility.md)",
+                engine_traceback=error.engine_traceback,
+                log_tail=error.log_tail,
+            ) from error
         if done.refused:
             raise PreflightError(f"the engine refuses the probe prompts: {done.refused}")
         rows = []
@@ -130,7 +207,7 @@ def _capture(
             for sample, ids in zip(samples, prompts, strict=True):
                 states = shard.rows(sample.first_row, len(ids))
                 echo = shard.token_ids(sample.first_row, len(ids))
-                result = check_sample_rows(states, echo, torch.from_numpy(ids.copy()), layer_ids=layer_ids)
+                result = check_sample_rows(states, echo, torch.from_numpy(ids.copy()), layer_ids=probe.layer_ids)
                 if isinstance(result, RowFailure):
                     raise PreflightError(
                         f"{sample.sample_id} ({'chunks of ' + str(chunk) if chunk else 'whole'}): {result.reason}: "
@@ -143,6 +220,5 @@ def _capture(
 
 
 def _relative(rows: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Relative difference of each row and layer, flat."""
-    difference = np.linalg.norm(rows - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
-    return np.asarray(difference).ravel()
+    """Relative difference of each row (and layer)."""
+    return np.asarray(np.linalg.norm(rows - reference, axis=-1) / np.linalg.norm(reference, axis=-1))

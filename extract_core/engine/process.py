@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from extract_core import errors
-from extract_core.engine import guard
+from extract_core.engine import activity, guard, logs
 from extract_core.engine.protocol import (
     EngineSpec,
     Event,
     Failed,
+    FinalNorm,
     Progress,
     Ready,
     ShardDone,
@@ -33,10 +39,26 @@ from extract_core.engine.protocol import (
     receive_event,
     send,
 )
-from extract_core.errors import EngineCrashedError, EngineError, EngineHungError, EngineStartError
+from extract_core.engine.versions import installed_engine
+from extract_core.errors import (
+    CoresampleError,
+    EngineCrashedError,
+    EngineError,
+    EngineHungError,
+    EngineIncompatibleError,
+    EngineKilledError,
+    EngineReport,
+    EngineStartError,
+)
+
+COMMAND = [sys.executable, "-m", "extract_core.engine.main"]
+"""What the guard runs, before the file descriptor."""
 
 _GRACE_S = 10.0
-_LOG_TAIL_LINES = 50
+_DUMP_S = 0.5
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that no process gets by a fault of its own; others (SIGSEGV, SIGABRT) come again with the next start."""
+_SECRET = re.compile(r"token$|secret|passw|credential|(^|_)key$", re.IGNORECASE)
 
 
 class EngineProcess:
@@ -46,8 +68,10 @@ class EngineProcess:
         spec: what to load.
         log: file that receives everything the engine prints.
         environment: variables set for the child on top of this process's own.
-        start_timeout_s: limit from start to ready.
-        step_timeout_s: limit between two signs of progress while a shard runs.
+        start_timeout_s: while the engine starts, limit on the time in which its processes neither compute nor read;
+            ``activity.BUSY_LIMITS`` times as long is the limit in all.
+        step_timeout_s: limit between two messages of progress while a shard runs.
+        on_note: told what the user should know while the engine is waited for.
     """
 
     def __init__(
@@ -58,13 +82,17 @@ class EngineProcess:
         environment: dict[str, str] | None = None,
         start_timeout_s: float = 900,
         step_timeout_s: float = 600,
+        on_note: Callable[[str], None] = lambda text: None,
     ):
         self.spec, self.log = spec, log
         self.info: dict[str, Any] = {}
+        self.final_norm: FinalNorm | None = None
         self._environment = environment or {}
         self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
+        self._on_note = on_note
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._stage = "starting"
         self.in_flight: set[str] = set()
 
     @property
@@ -76,7 +104,8 @@ class EngineProcess:
         """Start the engine and wait until it is ready; returns its info (versions, settings, runner).
 
         Raises:
-            EngineStartError: it failed or timed out; carries root cause, traceback and log tail.
+            EngineStartError: it failed or hung; carries root cause, traceback, log tail and report.
+            EngineKilledError: a signal from outside ended or stopped it.
             EngineIncompatibleError: the installed vLLM cannot do what is asked.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -84,19 +113,13 @@ class EngineProcess:
         env = {
             **os.environ,
             **self._environment,
-            "CORESAMPLE_ENGINE_FDS": str(theirs.fileno()),
+            guard.FDS: str(theirs.fileno()),
+            guard.PARENT: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
-        command = [
-            sys.executable,
-            guard.__file__,
-            sys.executable,
-            "-m",
-            "extract_core.engine.main",
-            str(theirs.fileno()),
-        ]
+        command = [sys.executable, guard.__file__, *COMMAND, str(theirs.fileno())]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = _launch(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -107,15 +130,16 @@ class EngineProcess:
             )
         theirs.close()
         self._connection = Connection(ours.detach())
+        patience = activity.Patience(self._process.pid, self._start_timeout_s, activity=True)
         try:
             send(self._connection, self.spec)
-            deadline = time.monotonic() + self._start_timeout_s
-            while not isinstance(event := self._next(deadline - time.monotonic(), EngineStartError), Ready):
-                if isinstance(event, Starting):
-                    on_stage(event.stage)
         except OSError as error:
-            raise self._dead(EngineStartError, f"the engine process ended at once ({error})") from error
-        self.info = event.info
+            raise self._ended(EngineStartError) from error
+        while not isinstance(event := self._next(patience, EngineStartError), Ready):
+            if isinstance(event, Starting):
+                self._stage = event.stage
+                on_stage(event.stage)
+        self.info, self.final_norm, self._stage = event.info, event.final_norm, "ready"
         return event.info
 
     def extract(self, job: ShardJob, on_progress: Callable[[Progress], None] = lambda progress: None) -> ShardDone:
@@ -126,15 +150,17 @@ class EngineProcess:
             EngineHungError: no progress within the limit; the group was killed.
             CaptureError: rows are missing or misplaced.
         """
-        if self._connection is None:
+        if self._connection is None or self._process is None:
             raise EngineError("the engine was not started")
         self.in_flight = set()
+        self._stage = f"running {len(job.samples)} samples, {job.rows} tokens"
         try:
-            send(self._connection, job)
-        except OSError as error:
-            raise self._dead(EngineCrashedError, f"the engine process is gone ({error})") from error
-        try:
-            while not isinstance(event := self._next(self._step_timeout_s, EngineCrashedError), ShardDone):
+            try:
+                send(self._connection, job)
+            except OSError as error:
+                raise self._ended(EngineCrashedError) from error
+            patience = activity.Patience(self._process.pid, self._step_timeout_s, activity=False)
+            while not isinstance(event := self._next(patience, EngineCrashedError), ShardDone):
                 if isinstance(event, Progress):
                     self.in_flight.update(event.entered)
                     self.in_flight.difference_update(event.finished)
@@ -144,7 +170,7 @@ class EngineProcess:
         except BaseException:
             self.kill()  # whoever left in mid-shard must not find its answer in place of the next one's
             raise
-        self.in_flight = set()
+        self.in_flight, self._stage = set(), "ready"
         return event
 
     def close(self) -> None:
@@ -153,8 +179,11 @@ class EngineProcess:
             with contextlib.suppress(OSError):
                 send(self._connection, Shutdown())
             if self._process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_GRACE_S)
+                deadline = time.monotonic() + _GRACE_S
+                while self._process.poll() is None and time.monotonic() < deadline:
+                    if activity.stopped(activity.members(self._process.pid)):
+                        break  # it will not end by itself
+                    time.sleep(0.05)
         self.kill()
 
     def kill(self) -> None:
@@ -171,7 +200,7 @@ class EngineProcess:
             process.stdin.close()
         process.wait()
         deadline = time.monotonic() + _GRACE_S
-        while _members(process.pid) and time.monotonic() < deadline:
+        while activity.members(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def __enter__(self) -> EngineProcess:
@@ -180,57 +209,175 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _next(self, timeout_s: float, dead: type[EngineError]) -> Event:
+    def _next(self, patience: activity.Patience, dead: type[EngineError]) -> Event:
+        """The next message; ``dead`` is the kind of failure where the engine died or reported one."""
         assert self._connection is not None
         try:
-            if not self._connection.poll(max(0.0, timeout_s)):
-                hung = EngineStartError if dead is EngineStartError else EngineHungError
-                raise self._dead(hung, f"no sign of life from the engine for {timeout_s:.0f} s; it was killed")
+            told: list[int] = []
+            while not self._connection.poll(patience.slice_s):
+                patience.look()
+                if patience.stopped and patience.stopped != told:
+                    told = patience.stopped
+                    self._on_note(f"{_are_stopped(told)}; waiting {patience.limit_s:.0f} s for it to go on")
+                if patience.idle or patience.endless:
+                    raise self._hung(patience, dead)
             event = receive_event(self._connection)
         except (EOFError, ConnectionError) as error:
-            raise self._dead(dead, self._how_it_ended()) from error
+            raise self._ended(dead) from error
+        patience.heard()
         if isinstance(event, Failed):
-            kind = getattr(errors, event.kind, dead) if event.kind else dead
-            failure = self._dead(kind if issubclass(kind, EngineError) else dead, event.message, event.traceback)
-            raise failure if isinstance(failure, kind) else kind(str(failure)) from failure
+            raise self._failed(event, dead)
         return event
 
-    def _how_it_ended(self) -> str:
+    def _hung(self, patience: activity.Patience, dead: type[EngineError]) -> EngineError:
+        starting = dead is EngineStartError
+        limit = f"{patience.limit_s:.0f} s"
+        if patience.stopped:
+            kind = EngineKilledError if starting else EngineHungError
+            return self._dead(kind, f"{_are_stopped(patience.stopped)} and did not go on within {limit}; it was killed")
+        dump = self._stacks()
+        if not starting:
+            return self._dead(EngineHungError, f"no sign of life from the engine for {limit}; it was killed", dump)
+        if patience.endless:
+            return self._dead(
+                EngineStartError,
+                f"the engine was still busy ({self._stage}) after {activity.BUSY_LIMITS * patience.limit_s:.0f} s, "
+                f"{activity.BUSY_LIMITS} times engine.start_timeout_s; it was killed. Raise engine.start_timeout_s if "
+                "it needs longer",
+                dump,
+            )
+        return self._dead(
+            EngineStartError,
+            f"no sign of life from the engine for {limit} ({self._stage}): its processes neither computed nor read "
+            "anything; it was killed. Raise engine.start_timeout_s if it waits for something slow",
+            dump,
+        )
+
+    def _failed(self, event: Failed, dead: type[EngineError]) -> CoresampleError:
+        """What the engine process reported, as the exception that it was where that is one of ours."""
+        message, engine_traceback = event.message, event.traceback
+        if not event.kind and logs.is_consequence(message):
+            text = logs.read_tail(self.log)
+            block = logs.root_block(text, known=engine_traceback)
+            if block is not None:
+                message = f"{block.cause} ({block.who})" if block.who else block.cause
+                engine_traceback = logs.chained(block.text, engine_traceback)
+            elif line := logs.last_error(text):
+                message = f"{line}; {message}"
+        kind = getattr(errors, event.kind, None) if event.kind else None
+        if not (isinstance(kind, type) and issubclass(kind, CoresampleError)):
+            kind = dead
+        failure = self._dead(kind if issubclass(kind, EngineError) else dead, message, engine_traceback)
+        if isinstance(failure, kind):
+            return failure
+        try:
+            other: CoresampleError = kind(str(failure))
+        except TypeError:  # a kind that takes more than a message
+            return failure
+        other.__cause__ = failure
+        return other
+
+    def _ended(self, dead: type[EngineError]) -> EngineError:
+        """The process is gone without a word."""
+        message, number = self._how_it_ended()
+        if number in _FROM_OUTSIDE and dead is EngineStartError:
+            dead = EngineKilledError
+        return self._dead(dead, message, logs.stack_dump(logs.read_tail(self.log)))
+
+    def _how_it_ended(self) -> tuple[str, int | None]:
+        """In words, and the signal that ended it."""
         assert self._process is not None
         try:
             status = self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
-            return "the engine process closed its connection"
+            return "the engine process closed its connection", None
+        # The guard gives 128 and the number for the engine's signal; negative is the guard's own.
         number = status - 128 if status > 128 else -status if status < 0 else 0
-        if number:
-            with contextlib.suppress(ValueError):
-                name = signal.Signals(number).name
-                hint = " (out of memory is the usual cause of SIGKILL)" if name == "SIGKILL" else ""
-                return f"the engine process was ended by {name}{hint}"
-        return f"the engine process ended with status {status} and no message"
+        while_doing = "" if self._stage == "ready" else f" ({self._stage})"
+        if not number:
+            return f"the engine process ended with status {status} and no message{while_doing}", None
+        who = "guard process of the engine" if status < 0 else "engine process"
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        hint = "; out of memory is the usual cause of SIGKILL" if number == signal.SIGKILL else ""
+        return f"the {who} was ended by {name}{while_doing}{hint}", number
+
+    def _stacks(self) -> str:
+        """Where a hung engine hangs: every Python process of the group prints its stacks to the log when asked."""
+        if self._process is None:
+            return ""
+        for pid in activity.members(self._process.pid):
+            if pid != self._process.pid:  # the guard does not listen to it, and its death ends the others
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(_DUMP_S)
+        return logs.stack_dump(logs.read_tail(self.log))
 
     def _dead(self, kind: type[EngineError], message: str, engine_traceback: str = "") -> EngineError:
-        tail = self.log_tail()
         self.kill()
-        return kind(f"{message} (engine log: {self.log})", engine_traceback=engine_traceback, log_tail=tail)
+        return kind(
+            f"{message} (engine log: {self.log})",
+            engine_traceback=engine_traceback,
+            log_tail=logs.tail(logs.read_tail(self.log), known=engine_traceback),
+            report=self.report(),
+        )
 
-    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
-        """The last lines that the engine printed."""
+    def report(self) -> EngineReport:
+        """What a failure shows beside its cause."""
         try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 64 * 1024))
-                return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+            versions = installed_engine()
+        except EngineIncompatibleError:
+            versions = {}
+        named = {"vllm", "torch", "transformers"}
+        versions = {**versions, **{name: str(self.info[name]) for name in named & self.info.keys()}}
+        return EngineReport(
+            stage=self._stage,
+            log=str(self.log),
+            versions={name: version for name, version in versions.items() if name in named},
+            settings=_settings(self.spec, self.info),
+            in_flight=tuple(sorted(self.in_flight)),
+        )
 
 
-def _members(group: int) -> list[int]:
-    """Processes of a group that have not ended; a zombie holds no memory and does not count."""
-    import psutil
+def _settings(spec: EngineSpec, info: dict[str, Any]) -> dict[str, Any]:
+    """What was asked of the engine and differs from the defaults, completed by what it chose itself."""
+    asked = msgspec.structs.asdict(spec)
+    always = ("model", "dtype", "layer_ids", "max_model_len", "tensor_parallel_size", "capture")
+    defaults = {
+        field.name: field.default
+        for field in msgspec.structs.fields(EngineSpec)
+        if field.default is not msgspec.NODEFAULT
+    }
+    shown = {name: value for name, value in asked.items() if name in always or value != defaults.get(name, {})}
+    for name in ("max_num_batched_tokens", "max_num_seqs", "enforce_eager"):
+        shown.setdefault(name, info.get(name, "default"))
+    extra = {name: "***" if _SECRET.search(name) else value for name, value in shown.pop("extra", {}).items()}
+    return {**shown, **({"extra": extra} if extra else {})}
 
-    found = []
-    for process in psutil.process_iter(["status"]):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+
+def _are_stopped(pids: list[int]) -> str:
+    what = "engine process" if len(pids) == 1 else "engine processes"
+    return f"the {what} {', '.join(map(str, pids))} {'is' if len(pids) == 1 else 'are'} stopped (SIGSTOP)"
+
+
+def _launch(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start the guard from a thread that lives as long as it does.
+
+    The kernel sends PR_SET_PDEATHSIG when the thread that started a process ends, and the caller's may be one of a
+    pool; this one ends with its child or with this process.
+    """
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def hold() -> None:
+        try:
+            process = subprocess.Popen(command, **options)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
+
+    threading.Thread(target=hold, name="engine-parent", daemon=True).start()
+    return started.result()

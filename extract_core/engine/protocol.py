@@ -19,7 +19,9 @@ class EngineSpec(msgspec.Struct, frozen=True, tag=True):
 
     ``layer_ids`` ascend and are in vLLM's numbering. ``max_model_len`` is at least two above the longest sample, since
     vLLM reserves a position for the output token. ``dtype`` is what the model computes in, ``store_dtype`` what its
-    rows are stored in ("bfloat16", "float16" or "float32").
+    rows are stored in ("bfloat16", "float16" or "float32"). ``capture`` is "native" (auxiliary hidden states of the
+    model class), "hooks" (forward hooks on the decoder layers, eager mode only) or "auto" (native where it reaches
+    every layer id). ``prefix_caching`` off leaves requests without block hashes; nothing but tests turns it off.
     """
 
     model: str
@@ -36,6 +38,8 @@ class EngineSpec(msgspec.Struct, frozen=True, tag=True):
     enforce_eager: bool | None = None
     quantization: str | None = None
     load_format: str = "auto"
+    capture: str = "auto"
+    prefix_caching: bool = True
     buffer_bytes: int = 256 * 2**20
     writer_threads: int = 2
     extra: dict[str, Any] = {}
@@ -76,10 +80,29 @@ class Starting(msgspec.Struct, frozen=True, tag=True):
     stage: str
 
 
+class FinalNorm(msgspec.Struct, frozen=True):
+    """The norm between block n and lm_head, float32: what turns stored rows of layer n into the model's output.
+
+    ``kind`` "rms": ``x / sqrt(mean(x^2) + epsilon) * (weight + offset)``; "layer": the same after subtracting the mean,
+    plus ``bias``; "none": the model ends without a norm. ``weight`` and ``bias`` are little-endian float32 of H values,
+    empty where the norm has none.
+    """
+
+    kind: str
+    epsilon: float
+    offset: float
+    weight: bytes
+    bias: bytes = b""
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is up; ``info`` goes into commit records and manifest."""
+    """The engine is up; ``info`` goes into commit records and manifest.
+
+    ``final_norm`` is None where the norm is of an unknown kind; ``info["final_norm"]`` then says why.
+    """
 
     info: dict[str, Any]
+    final_norm: FinalNorm | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

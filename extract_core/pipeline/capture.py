@@ -10,15 +10,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from extract_core.engine.preflight import PROMPTS, SETS
+from extract_core.engine.preflight import PROMPTS, SETS, Probe
 from extract_core.engine.preflight import preflight as run_preflight
-from extract_core.engine.protocol import JobSample, ShardDone, ShardJob
+from extract_core.engine.protocol import FinalNorm, JobSample, ShardDone, ShardJob
 from extract_core.engine.supervisor import KILLS_TO_QUARANTINE, EngineSupervisor
 from extract_core.errors import (
     EngineCrashedError,
     EngineError,
 )
 from extract_core.job import Job, new_attempt
+from extract_core.planning.memory import wants_reference
 from extract_core.progress import reporter
 from extract_core.spool import RunFolder
 from extract_core.store.commits import read_commits
@@ -40,6 +41,8 @@ class Captured:
     done: ShardDone
     excluded: list[Excluded] = field(default_factory=list)
     engine: dict[str, Any] = field(default_factory=dict)
+    final_norm: FinalNorm | None = None
+    """None where it is unknown; ``engine["final_norm"]`` then says why."""
     record: CommitRecord | None = None
     """Set when the rows are checked and the file is sealed: a commit that is tried again goes on from there."""
     stored: bool = False
@@ -47,7 +50,12 @@ class Captured:
 
 
 def make_supervisor(job: Job, folder: RunFolder) -> EngineSupervisor:
-    """The engine of a job; it starts at the first shard."""
+    """The engine of a job; it starts at the first shard.
+
+    Raises:
+        MemoryPlanError: it would not fit; nothing is loaded.
+    """
+    job.require_memory()
     engine = job.settings.engine
     return EngineSupervisor(
         job.engine_spec,
@@ -62,17 +70,16 @@ def open_shards(job: Job) -> list[int]:
     """Shards of the plan to extract: without a commit record, or whose file is no longer there.
 
     A lost file is made again from the same plan; where the engine computes the same bits, it is the same file under the
-    same name, and the version is whole again.
+    same name, and the version is whole again. A lost final norm comes back with the first shard that refers to it.
     """
     commits = read_commits(job.root, job.plan.fingerprint)
-    lost = lost_objects(
-        job.root, {commit.object: commit.nbytes for commit in commits.values() if commit.object is not None}
-    )
-    return [
-        shard.index
-        for shard in job.plan.meta.shards
-        if shard.index not in commits or commits[shard.index].object in lost
-    ]
+    lost = lost_objects(job.root, {path: size for commit in commits.values() for path, size in commit.objects.items()})
+    again: dict[str, int] = {}
+    for shard, commit in sorted(commits.items()):
+        for path in lost.keys() & commit.objects.keys():
+            again.setdefault(path, shard)
+    needed = set(again.values())
+    return [shard.index for shard in job.plan.meta.shards if shard.index not in commits or shard.index in needed]
 
 
 def capture_shard(
@@ -148,7 +155,7 @@ def capture_shard(
         reason, _, detail = why.partition(": ")
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
     info = {**engine.info, "preflight": engine.preflight}
-    return Captured(shard, attempt, path, table, done, list(excluded.values()), info)
+    return Captured(shard, attempt, path, table, done, list(excluded.values()), info, engine.final_norm)
 
 
 def _killer(sample: str, error: EngineCrashedError) -> Excluded:
@@ -172,12 +179,16 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
         PreflightError, EngineError: nothing is extracted.
     """
     prompts = (ids.values.to_numpy() for table in job.plan.shards() for ids in table["token_ids"])
+    wanted = job.settings.preflight.reference
     engine.preflight = run_preflight(
         engine,
         list(islice(prompts, PROMPTS * SETS)),
-        layer_ids=job.layer_ids,
-        compute_dtype=job.model.dtype,
-        folder=folder.path,
-        want_top1=job.captures_last,
+        Probe(
+            layer_ids=job.layer_ids,
+            n_layers=job.model.n_layers,
+            compute_dtype=job.model.dtype,
+            folder=folder.path,
+            reference=wanted if wants_reference(job.settings, job.model) else "never",
+        ),
     )
     return engine.preflight

@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from extract_core.checks.rows import RowFailure, SampleStats, check_sample_rows
 from extract_core.errors import (
     CaptureError,
@@ -13,12 +15,15 @@ from extract_core.errors import (
 )
 from extract_core.job import Job
 from extract_core.pipeline.capture import Captured
+from extract_core.planning.model import canonical_digest
 from extract_core.progress import reporter
 from extract_core.store import layout
 from extract_core.store.commits import write_commit
+from extract_core.store.norms import StoredNorm, write_norm
 from extract_core.store.records import (
     CommitRecord,
     Excluded,
+    FinalNormRef,
     SampleRecord,
     SegmentRecord,
     canonical_json,
@@ -41,8 +46,9 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     Raises:
         CorruptDataError, NoSpaceError, StoreError: nothing is committed.
     """
+    norm = _store_norm(job, captured)
     if captured.record is None:
-        captured.record = _check_and_seal(job, captured)
+        captured.record = _check_and_seal(job, captured, norm)
     record = captured.record
     if record.object is not None and not captured.stored:
         job.root.put_file(captured.path, record.object)
@@ -62,7 +68,31 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     return standing
 
 
-def _check_and_seal(job: Job, captured: Captured) -> CommitRecord:
+def _store_norm(job: Job, captured: Captured) -> FinalNormRef:
+    """Before any record refers to it; every shard looks, so that a file that was lost meanwhile comes back."""
+    norm = captured.final_norm
+    if norm is None:
+        return FinalNormRef(kind="unknown", reason=str(captured.engine.get("final_norm", "the engine did not say")))
+    weight = np.frombuffer(norm.weight, dtype="<f4") if norm.weight else np.ones(job.model.hidden_size, dtype="<f4")
+    stored = StoredNorm(
+        kind=norm.kind,
+        epsilon=norm.epsilon,
+        offset=norm.offset,
+        weight=None if norm.kind == "none" else weight,
+        bias=np.frombuffer(norm.bias, dtype="<f4") if norm.bias else None,
+    )
+    # No name of the model: it may be a folder, which differs between machines.
+    whose = {
+        "architecture": job.model.architecture,
+        "hub_commit": job.model.commit or "",
+        "model_digest": canonical_digest(job.spec.deciding["model"]),
+        "n_layers": str(job.model.n_layers),
+        "written_by": "coresample",
+    }
+    return write_norm(job.root, stored, whose)
+
+
+def _check_and_seal(job: Job, captured: Captured, norm: FinalNormRef) -> CommitRecord:
     started = time.perf_counter()
     stats, excluded = _check_rows(job, captured)
     rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
@@ -81,7 +111,7 @@ def _check_and_seal(job: Job, captured: Captured) -> CommitRecord:
         samples=_records(captured, kept, sealed, stats) if sealed else [],
         excluded=excluded,
         attempt=captured.attempt,
-        engine=captured.engine,
+        engine={**captured.engine, "final_norm": norm.model_dump(mode="json")},
         timings={
             **{name: float(value) for name, value in captured.done.counters.items()},
             "check_and_seal_s": time.perf_counter() - started,

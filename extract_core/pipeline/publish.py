@@ -86,14 +86,12 @@ def validate(job: Job) -> CheckReport:
 
 
 def _stored_whole(job: Job, commits: dict[int, CommitRecord]) -> None:
-    """Every shard that a commit record names is there and has its size; its bytes are for ``verify``."""
-    lost = lost_objects(
-        job.root, {commit.object: commit.nbytes for commit in commits.values() if commit.object is not None}
-    )
+    """Every file that a commit record names is there and has its size; its bytes are for ``verify``."""
+    lost = lost_objects(job.root, {path: size for commit in commits.values() for path, size in commit.objects.items()})
     for shard, commit in sorted(commits.items()):
-        if commit.object in lost:
+        for path in sorted(lost.keys() & commit.objects.keys()):
             raise CorruptDataError(
-                f"{job.root.url}/{commit.object} {lost[commit.object]}, its commit record says {commit.nbytes} bytes, "
+                f"{job.root.url}/{path} {lost[path]}, its commit record says {commit.objects[path]} bytes, "
                 f"and extracting it again gave other bytes; delete {layout.commit_path(job.plan.fingerprint, shard)} "
                 "and run the job again: the new shard then replaces it in a new version"
             )
@@ -181,6 +179,7 @@ def _manifest(
         n_layers=job.model.n_layers,
         hidden_size=job.model.hidden_size,
         dtype=job.dtype,  # type: ignore[arg-type]
+        final_norm=next((norm for _, c in sorted(commits.items()) if (norm := c.final_norm) is not None), None),
         index=index,
         shards=[
             ShardRef(path=c.object or "", sha256=digest, nbytes=c.nbytes, rows=c.rows) for digest, c in shards.items()

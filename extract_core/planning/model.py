@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -24,7 +25,41 @@ _TOKENIZER_FILES = {
     "vocab.json",
     "chat_template.json",
 }
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_WHOLE_NUMBERS = ("I", "U")
+"""Safetensors dtypes that pack several weights of a quantized model into one number begin with these."""
+_NOT_LATENT = {"minicpm3"}
+"""Model types with a ``kv_lora_rank`` whose keys and values vLLM caches in full all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Values per token inside a block; decides how much memory a forward takes.
+
+    Attributes:
+        kv_heads: key-value heads of one block.
+        head_dim: values of one head.
+        latent: values per token and block that multi-head latent attention caches instead
+            (``kv_lora_rank + qk_rope_head_dim``); 0 for other attention.
+        widest: width of the widest intermediate, experts of one token together.
+        heads: query heads, which tensor parallelism has to divide.
+    """
+
+    kv_heads: int = 0
+    head_dim: int = 0
+    latent: int = 0
+    widest: int = 0
+    heads: int = 0
+
+    def kv_values(self, tensor_parallel: int = 1) -> int:
+        """Values that the KV cache of one GPU holds per token and block.
+
+        Heads are divided, at least one a GPU; a latent is whole on each (vLLM's ``ModelConfig.get_num_kv_heads``).
+        Sliding-window and linear-attention blocks count like others, so this can be too much for such models.
+        """
+        if self.latent:
+            return self.latent
+        return 2 * max(1, self.kv_heads // tensor_parallel) * self.head_dim if self.kv_heads else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +75,10 @@ class ModelInfo:
         vocab_size: ids go from 0 to vocab_size - 1.
         max_length: most tokens of a sample; one position below the model's limit, for the engine's output token.
         dtype: compute dtype.
-        parameters: weights counted from the files' sizes, for estimates only.
+        parameters: weights counted from the files' headers (or sizes, where they have none), for estimates only.
+        file_bytes: bytes of the weight files that are loaded.
+        quantized: the weights are stored in fewer bits than they are computed in.
+        widths: of attention and of the intermediates.
     """
 
     path: Path
@@ -53,6 +91,15 @@ class ModelInfo:
     max_length: int
     dtype: str
     parameters: int
+    file_bytes: int = 0
+    quantized: bool = False
+    widths: Widths = Widths()
+
+    def weights_bytes(self, *, quantized: bool = False) -> int:
+        """Bytes of the weights once loaded: in the compute dtype, or as stored where they are ``quantized``."""
+        if self.quantized or quantized:
+            return self.file_bytes
+        return self.parameters * DTYPE_BYTES[self.dtype]
 
 
 def inspect_model(settings: ModelSettings) -> ModelInfo:
@@ -64,7 +111,8 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
     from transformers import AutoConfig
 
     path, commit = _locate(settings)
-    _check_weights(path)
+    headers = _check_weights(path)
+    raw = _raw_config(path, settings)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
         text = config.get_text_config()
@@ -73,12 +121,13 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
     try:
         limit = int(getattr(text, "max_position_embeddings", 0) or 0)
         dtype = settings.dtype if settings.dtype != "auto" else _checkpoint_dtype(text, config)
-        if dtype not in _DTYPE_BYTES:
+        if dtype not in DTYPE_BYTES:
             raise ModelError(
                 f"model {settings.path}: its config says dtype {dtype}; set model.dtype to one of "
-                f"{', '.join(_DTYPE_BYTES)}"
+                f"{', '.join(DTYPE_BYTES)}"
             )
-        weights = sum(file.stat().st_size for file in weight_files(path))
+        files = loaded_files(path)
+        quantized = "quantization_config" in raw or any(file.suffix == ".gguf" for file in files)
         return ModelInfo(
             path=path,
             name=settings.path,
@@ -89,12 +138,82 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
             vocab_size=int(text.vocab_size),
             max_length=limit - 1 if limit else 2**31 - 1,
             dtype=dtype,
-            parameters=weights // _DTYPE_BYTES.get(_checkpoint_dtype(text, config), 2),
+            parameters=_count(files, headers, raw),
+            file_bytes=sum(file.stat().st_size for file in files),
+            quantized=quantized,
+            widths=_widths(text, raw),
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(
             f"model {settings.path}: its config.json does not describe a decoder model: {error}"
         ) from error
+
+
+def _raw_config(path: Path, settings: ModelSettings) -> dict[str, Any]:
+    """``config.json`` as written: transformers renames and fills in fields that say how wide attention is."""
+    try:
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if isinstance(raw, dict):
+            return raw
+        raise ValueError("it holds no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model {settings.path}: its config.json cannot be used: {error}") from error
+
+
+def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """The language model's own part of a config that holds several (``text_config`` and its like)."""
+    for name in ("text_config", "llm_config", "language_config", "thinker_config"):
+        if isinstance(raw.get(name), dict):
+            return _text_part(raw[name])
+    return raw
+
+
+def _widths(text: Any, raw: dict[str, Any]) -> Widths:
+    """From the file first, from transformers' defaults where it says nothing."""
+    written = _text_part(raw)
+
+    def number(*names: str) -> int:
+        for name in names:
+            for value in (written.get(name), getattr(text, name, None)):
+                values = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
+                if values and max(values) > 0:  # a list has a value per block; 0 and None mean "not given"
+                    return max(values)
+        return 0
+
+    hidden = number("hidden_size")
+    heads = number("num_attention_heads", "n_head")
+    kv_heads = number("n_head_kv", "num_kv_heads", "num_key_value_heads") or heads
+    if written.get("multi_query") and not written.get("new_decoder_architecture"):
+        kv_heads = 1
+    head_dim = max(number("head_dim"), number("global_head_dim")) or (hidden // heads if heads else 0)
+    latent = 0
+    if number("kv_lora_rank") and written.get("model_type") not in _NOT_LATENT:
+        latent = number("kv_lora_rank") + number("qk_rope_head_dim")
+        if os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0"):
+            latent, kv_heads, head_dim = 0, heads, number("qk_nope_head_dim") + number("qk_rope_head_dim")
+    dense = number("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner") or 4 * hidden
+    experts = number("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+    each = number("moe_intermediate_size", "expert_ffn_hidden_size") or dense
+    return Widths(kv_heads, head_dim, latent, max(dense, experts * each), heads)
+
+
+def _count(files: list[Path], headers: dict[Path, dict[str, Any]], raw: dict[str, Any]) -> int:
+    """Weights of the files: exactly from safetensors headers; packed and other files by their bytes."""
+    quantization = raw.get("quantization_config")
+    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    bits = bits if isinstance(bits, int) and bits > 0 else 4
+    stored = str(_text_part(raw).get("dtype") or _text_part(raw).get("torch_dtype") or "bfloat16")
+    total = 0
+    for file in files:
+        if file not in headers:
+            total += file.stat().st_size // DTYPE_BYTES.get(stored, 2)
+            continue
+        for tensor in headers[file].values():
+            if quantization and str(tensor["dtype"]).startswith(_WHOLE_NUMBERS):
+                total += (tensor["data_offsets"][1] - tensor["data_offsets"][0]) * 8 // bits
+            else:
+                total += math.prod(tensor["shape"])
+    return total
 
 
 def _checkpoint_dtype(*configs: Any) -> str:
@@ -135,8 +254,13 @@ def _locate(settings: ModelSettings) -> tuple[Path, str | None]:
     return snapshot, snapshot.name
 
 
-def _check_weights(path: Path) -> None:
-    """Refuse a checkpoint that was cut off while it was copied: its safetensors headers say how long it must be."""
+def _check_weights(path: Path) -> dict[Path, dict[str, Any]]:
+    """Refuse a checkpoint that was cut off while it was copied: its safetensors headers say how long it must be.
+
+    Returns:
+        the tensors that each safetensors file describes, by name.
+    """
+    headers: dict[Path, dict[str, Any]] = {}
     for file in weight_files(path):
         if file.suffix != ".safetensors":
             continue
@@ -147,13 +271,32 @@ def _check_weights(path: Path) -> None:
                 if length > size:
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
                 tensors = json.loads(stream.read(length))
-                end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                tensors.pop("__metadata__", None)
+                end = max((t["data_offsets"][1] for t in tensors.values()), default=0)
+                for tensor in tensors.values():  # what _count reads
+                    _ = math.prod(tensor["shape"]) + tensor["data_offsets"][0], str(tensor["dtype"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ModelError(f"{file} is no whole safetensors file ({error}); copy the model again") from error
         if size != 8 + length + end:
             raise ModelError(
                 f"{file} has {size} bytes, its header says {8 + length + end}; it was cut off, copy the model again"
             )
+        headers[file] = tensors
+    return headers
+
+
+def loaded_files(path: Path) -> list[Path]:
+    """The weight files that an engine loads: safetensors where there are any, and of those the ones that the index
+    names, since some checkpoints hold the same weights a second time (``consolidated.safetensors``).
+    """
+    files = weight_files(path)
+    best = [file for file in files if file.suffix == ".safetensors"] or files
+    try:
+        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = set(index["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return best
+    return [file for file in best if file.name in named] or best
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import re
 
 LATEST = "latest.json"
 SHARDS = "shards"
+NORMS = "norms"
 INDEXES = "indexes"
 REPORTS = "reports"
 PLANS = "plans"
@@ -38,6 +39,11 @@ def _plan(fingerprint: str) -> str:
 def shard_path(digest: str) -> str:
     """A shard by the sha256 of its bytes."""
     return f"{SHARDS}/{_digest(digest)}.safetensors"
+
+
+def norm_path(digest: str) -> str:
+    """A model's final norm by the sha256 of its file."""
+    return f"{NORMS}/{_digest(digest)}.safetensors"
 
 
 def index_path(digest: str) -> str:

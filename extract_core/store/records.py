@@ -2,7 +2,7 @@
 
 Every record is written as canonical JSON (sorted keys, no spaces, UTF-8, one newline at the end) with a checksum of
 itself, and read strictly: bytes that differ from what was written, unknown fields and wrong types are CorruptDataError.
-A field that is added or changes its meaning raises ``schema_version``.
+A field that is added or changes its meaning raises ``schema_version``; older records stay readable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from extract_core.store.shard import DTYPES
 LAYER_MEANING = (
     "Layer id k is the residual stream after k decoder blocks: 0 is the embeddings, k is hidden_states[k] of a Hugging "
     "Face forward with output_hidden_states=True, and n (the number of blocks) is the last block's output BEFORE the "
-    "final norm (Hugging Face returns hidden_states[n] after it). vLLM counts the same way."
+    "final norm (Hugging Face returns hidden_states[n] after it); final_norm says what to apply to it. vLLM counts the "
+    "same way."
 )
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -57,7 +58,8 @@ class _Record(_Part):
     """A record with its own file."""
 
     kind: ClassVar[str]
-    schema_version: Literal[1] = 1
+    newest: ClassVar[int] = 1
+    schema_version: Positive = 1
 
     def dump(self) -> bytes:
         """Canonical JSON with the checksum of the rest."""
@@ -82,9 +84,10 @@ class _Record(_Part):
         if not isinstance(tree, dict):
             raise CorruptDataError(f"{cls.kind} {where} holds {type(tree).__name__}, expected an object")
         found = tree.get("schema_version")
-        if isinstance(found, int) and found > 1:
+        if isinstance(found, int) and found > cls.newest:
             raise CorruptDataError(
-                f"{cls.kind} {where} has schema_version {found}, this Coresample reads up to 1; install a newer one"
+                f"{cls.kind} {where} has schema_version {found}, this Coresample reads up to {cls.newest}; install a "
+                "newer one"
             )
         checksum = tree.pop(_CHECKSUM, None)
         try:
@@ -155,6 +158,36 @@ class Excluded(_Part):
     attempts: Count = 1
 
 
+class FinalNormRef(_Part):
+    """The model's final norm, between layer n and lm_head: its kind, and the file that holds its weights.
+
+    ``kind`` "none": the model ends without a norm; "unknown": neither of the formulas of ``store.norms`` is it, for
+    ``reason``. Both have no file.
+    """
+
+    kind: Literal["rms", "layer", "none", "unknown"]
+    epsilon: Annotated[float, Field(ge=0)] = 0.0
+    offset: float = 0.0
+    path: str | None = None
+    sha256: Digest | None = None
+    nbytes: Count = 0
+    reason: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        stored = self.kind in ("rms", "layer")
+        if (self.path is not None, self.sha256 is not None, self.nbytes > 0) != (stored,) * 3:
+            raise ValueError(f"a final norm of kind {self.kind} has {'a' if stored else 'no'} file, digest and size")
+        if self.sha256 is not None and self.path != layout.norm_path(self.sha256):
+            raise ValueError(f"final norm {self.path} is not named by its digest {self.sha256}")
+        return self
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What must be the same in all shards of a version."""
+        return self.kind, self.epsilon, self.offset, self.sha256
+
+
 class CommitRecord(_Record):
     """Says that one shard of a plan is complete: every planned sample of it is in ``samples`` or in ``excluded``."""
 
@@ -177,10 +210,22 @@ class CommitRecord(_Record):
     timings: dict[str, float] = {}
     created: str = Field(default_factory=utc_now)
 
+    @property
+    def final_norm(self) -> FinalNormRef | None:
+        """The norm of the engine that made the shard; None in records that were written before norms were kept."""
+        found = self.engine.get("final_norm")
+        return FinalNormRef.model_validate(found) if isinstance(found, dict) else None
+
+    @property
+    def objects(self) -> dict[str, int]:
+        """Objects that the record refers to: path to size in bytes."""
+        return _objects({} if self.object is None else {self.object: self.nbytes}, self.final_norm)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_time(self.created)
         _check_layers(self.layer_ids)
+        self.final_norm  # noqa: B018 -- raises where it does not fit
         if self.object is None or self.sha256 is None:
             if self.object is not None or self.sha256 is not None or self.nbytes or self.rows or self.samples:
                 raise ValueError("a commit without an object has no digest, bytes, rows or samples")
@@ -270,9 +315,14 @@ class Totals(_Part):
 
 
 class Manifest(_Record):
-    """One published version of a dataset. ``spec`` is everything that the fingerprint covers."""
+    """One published version of a dataset. ``spec`` is everything that the fingerprint covers.
+
+    Schema version 2 added ``final_norm``, which is None where no commit record says what the norm is.
+    """
 
     kind: ClassVar[str] = "manifest"
+    newest: ClassVar[int] = 2
+    schema_version: Positive = 2
 
     version: Positive
     attempt: Attempt
@@ -286,6 +336,7 @@ class Manifest(_Record):
     hidden_size: Positive
     dtype: Dtype
     norm_state: Literal["pre"] = "pre"
+    final_norm: FinalNormRef | None = None
     encoding: Literal["none"] = "none"
     index: IndexRef
     shards: list[ShardRef]
@@ -294,6 +345,11 @@ class Manifest(_Record):
     checks: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
     timings: dict[str, float] = {}
+
+    @property
+    def objects(self) -> dict[str, int]:
+        """Objects that hold the values of the version (the index is apart): path to size in bytes."""
+        return _objects({shard.path: shard.nbytes for shard in self.shards}, self.final_norm)
 
     @field_validator("shards")
     @classmethod
@@ -315,6 +371,10 @@ class Manifest(_Record):
         if stored != self.totals.bytes:
             raise ValueError(f"totals say {self.totals.bytes} bytes, the shards have {stored}")
         return self
+
+
+def _objects(shards: dict[str, int], norm: FinalNormRef | None) -> dict[str, int]:
+    return shards if norm is None or norm.path is None else {**shards, norm.path: norm.nbytes}
 
 
 def _check_layers(layer_ids: list[int]) -> None:

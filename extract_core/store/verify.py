@@ -14,6 +14,7 @@ import xxhash
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
 from extract_core.store.index import read_index
+from extract_core.store.norms import read_norm
 from extract_core.store.records import Manifest, ShardRef
 from extract_core.store.root import Root
 from extract_core.store.shard import ShardHeader, read_header
@@ -101,6 +102,7 @@ def verify(root: Root, version: int | None = None, *, on_progress: Progress | No
         report.add(layout.manifest_path(wanted or 1), str(error))
         return report
     report.version = manifest.version
+    _verify_norm(root, manifest, report)
     uses = _read_samples(root, manifest, report)
     total, done = sum(shard.nbytes for shard in manifest.shards), 0
     for shard in manifest.shards:
@@ -120,6 +122,16 @@ def verify(root: Root, version: int | None = None, *, on_progress: Progress | No
                 manifest.index.path, f"refers to shard {digest}, which the manifest does not list", sample=use.sample
             )
     return report
+
+
+def _verify_norm(root: Root, manifest: Manifest, report: VerifyReport) -> None:
+    norm = manifest.final_norm
+    if norm is None or norm.path is None:
+        return
+    try:
+        read_norm(root, norm, manifest.hidden_size)
+    except CorruptDataError as error:
+        report.add(norm.path, str(error))
 
 
 def _read_samples(root: Root, manifest: Manifest, report: VerifyReport) -> dict[str, list[_Use]]:

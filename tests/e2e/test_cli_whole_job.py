@@ -8,7 +8,10 @@ import sys
 import time
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from extract_core.reader import HiddenStatesDataset
 from tests.unit.cli.kit import coresample, write_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,7 +35,25 @@ def printed(*arguments, code=0):
     return json.loads(done.stdout)
 
 
-def test_interrupted_then_finished(job, tmp_path):
+def check_final_norm(root, model):
+    """The stored norm, on stored rows of layer n, gives what the model's own lm_head reads, and so the next token."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    data = HiddenStatesDataset(root)
+    assert data.final_norm.kind == "rms"
+    top1 = data.index.column("top1_token").to_pylist()
+    with torch.inference_mode():
+        for n in range(len(data)):
+            rows = data[n]["hidden_states"][:, -1]
+            normed = data.final_norm.apply(rows)
+            torch.testing.assert_close(normed, hf.model.norm(rows.float()), rtol=1e-4, atol=1e-4)
+            assert int(hf.lm_head(normed[-1]).argmax()) == top1[n]
+        theirs = hf.model(data[0]["input_ids"][None]).last_hidden_state[0]  # after the norm
+        ours = data.final_norm.apply(data[0]["hidden_states"][:, -1])
+    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    assert errors.max() < 2**-7, "rows are stored in bfloat16"
+
+
+def test_interrupted_then_finished(job, tmp_path, demo_model):
     """Ctrl-C after the first shard keeps it; the same command goes on and publishes; a third run has nothing to do."""
     root = tmp_path / "dataset"
     plan = printed("plan", job)
@@ -75,7 +96,9 @@ def test_interrupted_then_finished(job, tmp_path):
     }
 
     assert printed("verify", f"{root}@1")["ok"]
+    check_final_norm(root, demo_model)
     seen = printed("inspect", root)
+    assert seen["final_norm"]["kind"] == "rms" and seen["final_norm"]["path"].startswith("norms/")
     spans = seen["sample"]["spans"]
     assert spans[0]["supervised"] is False and any(span["supervised"] and span["text"].strip() for span in spans)
     assert "".join(span["text"] for span in spans).startswith("<|im_start|>system")

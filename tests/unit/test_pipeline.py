@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from extract_core import local, pipeline
-from extract_core.engine.protocol import ShardDone
+from extract_core.engine.protocol import FinalNorm, ShardDone
 from extract_core.errors import (
     CaptureError,
     CheckFailedError,
@@ -21,11 +21,14 @@ from extract_core.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from extract_core.job import Job, new_attempt, prepare
+from extract_core.job import Job, new_attempt, open_root, prepare
 from extract_core.pipeline import Captured
 from extract_core.pipeline.commit import _check_and_seal
+from extract_core.reader import HiddenStatesDataset
 from extract_core.store import layout
 from extract_core.store.commits import read_commits
+from extract_core.store.norms import read_norm
+from extract_core.store.records import FinalNormRef
 from extract_core.store.root import Root
 from extract_core.store.shard import ShardWriter
 from extract_core.store.verify import verify
@@ -44,7 +47,21 @@ def first_of(job: Job, shard: int) -> str:
     return str(job.plan.shard(shard)["sample_id"][0])
 
 
-def captured(job: Job, shard: int, *, spoil: str | None = None, how: float = float("nan")) -> Captured:
+def norm(weight: float) -> FinalNorm:
+    return FinalNorm("rms", 1e-5, 0.0, np.full(kit.HIDDEN, weight, dtype="<f4").tobytes())
+
+
+NORM = norm(2.0)
+
+
+def captured(
+    job: Job,
+    shard: int,
+    *,
+    spoil: str | None = None,
+    how: float = float("nan"),
+    final_norm: FinalNorm | None = NORM,
+) -> Captured:
     """A shard of random rows, as the engine would have left it on the spool; one sample's layer is ``how``."""
     table = job.plan.shard(shard)
     rows = job.plan.meta.shards[shard].rows
@@ -63,7 +80,7 @@ def captured(job: Job, shard: int, *, spoil: str | None = None, how: float = flo
         writer.write_token_ids(first, np.array(ids))
     writer.close()
     done = ShardDone(attempt=attempt, greedy={}, top1={}, refused={}, counters={"tokens": float(rows), "engine_s": 1.0})
-    return Captured(shard, attempt, path, table, done, engine={"vllm": "0"})
+    return Captured(shard, attempt, path, table, done, engine={"vllm": "0"}, final_norm=final_norm)
 
 
 def commit_all(job: Job) -> None:
@@ -149,6 +166,67 @@ def test_a_shard_that_vanished_is_not_published(job: Job) -> None:
     assert verify(job.root).problems == []
 
 
+def test_the_norm_is_stored_before_the_first_record_and_named_by_all(job: Job) -> None:
+    shard = captured(job, 0)
+    record = pipeline.commit_shard(job, shard)
+    ref = record.final_norm
+    assert ref is not None and job.root.exists(ref.path or "")
+    assert record.engine == {"vllm": "0", "final_norm": ref.model_dump(mode="json")}
+    commit_all(job)
+    manifest = pipeline.publish(job, pipeline.validate(job))
+    assert manifest.final_norm == ref
+    assert job.root.list(layout.NORMS) == [Path(ref.path or "").name]
+    rows = torch.randn(3, kit.HIDDEN)
+    theirs = torch.nn.functional.rms_norm(rows, (kit.HIDDEN,), torch.full((kit.HIDDEN,), 2.0), 1e-5)
+    torch.testing.assert_close(HiddenStatesDataset(job.root.url).final_norm.apply(rows), theirs)
+
+
+def test_a_norm_without_weights_is_stored_as_ones(job: Job) -> None:
+    ref = pipeline.commit_shard(job, captured(job, 0, final_norm=FinalNorm("layer", 1e-5, 0.0, b""))).final_norm
+    assert ref is not None
+    stored = read_norm(job.root, ref, kit.HIDDEN)
+    assert stored.weight is not None and stored.weight.tolist() == [1.0] * kit.HIDDEN and stored.bias is None
+
+
+def test_norms_without_a_file(job: Job) -> None:
+    unknown = captured(job, 0, final_norm=None)
+    unknown.engine["final_norm"] = "no formula fits"
+    record = pipeline.commit_shard(job, unknown)
+    assert record.final_norm == FinalNormRef(kind="unknown", reason="no formula fits")
+    record = pipeline.commit_shard(job, captured(job, 1, final_norm=FinalNorm("none", 0.0, 0.0, b"")))
+    assert record.final_norm == FinalNormRef(kind="none")
+    assert job.root.list(layout.NORMS) == []
+
+
+def test_shards_with_different_norms_are_not_published(job: Job) -> None:
+    pipeline.commit_shard(job, captured(job, 0, final_norm=norm(3.0)))
+    commit_all(job)
+    with pytest.raises(CheckFailedError, match=r"(?s)final_norm: shards 0 have norm rms.*shards 1, 2.*sha256"):
+        pipeline.validate(job)
+    assert not job.root.list(layout.VERSIONS)
+
+
+def test_a_norm_that_vanished_comes_back(job: Job) -> None:
+    commit_all(job)
+    published = pipeline.publish(job, pipeline.validate(job))
+    path = published.final_norm.path if published.final_norm else None
+    job.root.delete(path or "")
+    assert job.published() is None
+    with pytest.raises(CorruptDataError, match=r"norms/.* is missing"):
+        pipeline.validate(job)
+    assert pipeline.open_shards(job) == [0], "one shard starts the engine, which has the norm"
+    commit_all(job)
+    assert pipeline.open_shards(job) == [] and job.published() == published
+    assert verify(job.root).problems == []
+
+
+def test_a_folder_with_only_a_norm_is_ours(job: Job) -> None:
+    pipeline.commit_shard(job, captured(job, 0))
+    for name in (layout.PLANS, layout.SHARDS):
+        shutil.rmtree(job.root.local_path(name) or "")
+    assert open_root(job.settings).list("") == [".spool", layout.NORMS]
+
+
 def test_rows_that_only_a_broken_capture_gives_stop_the_run(job: Job) -> None:
     """They are no property of a sample: a dataset must not shrink quietly around them."""
     with pytest.raises(CaptureError, match=r"zero_row.*come from the capture"):
@@ -158,7 +236,7 @@ def test_rows_that_only_a_broken_capture_gives_stop_the_run(job: Job) -> None:
 
 def test_a_spool_file_that_vanished_is_not_committed(job: Job) -> None:
     shard = captured(job, 0)
-    shard.record = _check_and_seal(job, shard)
+    shard.record = _check_and_seal(job, shard, FinalNormRef(kind="none"))
     shard.path.unlink()
     with pytest.raises(StoreError):
         pipeline.commit_shard(job, shard)

@@ -12,7 +12,7 @@ from extract_core.engine.compat import refuse_extra
 from extract_core.errors import CorruptDataError, EngineIncompatibleError, LayerIdError
 from extract_core.job import Job, prepare
 from extract_core.planning import plan as planning
-from extract_core.planning.layers import default_layer_ids, resolve_layer_ids
+from extract_core.planning.layers import default_layer_ids, eagle3_layer_ids, resolve_layer_ids
 from extract_core.planning.model import file_sha256
 from extract_core.store import layout
 
@@ -24,19 +24,52 @@ def test_default_layers_are_eagle3s() -> None:
     assert default_layer_ids(32) == (2, 16, 29, 32)
     assert default_layer_ids(4) == (1, 2, 4)
     assert default_layer_ids(1) == (1,)
+    assert (eagle3_layer_ids(30), eagle3_layer_ids(2), eagle3_layer_ids(1)) == ((2, 15, 27), (1, 2), ())
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
-    [((0, 31), r"\[31\] out of range; this model has 30 blocks, so ids go from 0"), ((4, 4), "more than once")],
+    ("entries", "n", "message"),
+    [
+        ((0, 31), 30, r"\[31\] out of range; this model has 30 blocks, so ids go from 0 .* or from -1 \(= 30\) down"),
+        ((-31, -32), 30, r"\[-32\] out of range; .* down to -31 \(= 0\)$"),
+        (
+            (4, -1),
+            4,
+            r"more than once: 4 and -1 both name 4 \(this model has 4 blocks, ids 0 to 4\); give every id once",
+        ),
+        (("all", "last"), 4, r"more than once: all and last both name 4 "),
+        ((15, "eagle3"), 30, r"15 and eagle3 both name 15 "),
+        (("eagle3", "last"), 2, r"eagle3 and last both name 2 "),
+        (("all", "every:1"), 30, r"both name 3 and 27 more \("),
+        (("every:31",), 30, r"every:31 is more than the 30 blocks of this model"),
+        (("eagle3",), 1, r"eagle3 needs a model of at least 2 blocks, this has 1"),
+        (("middle",), 30, r"'middle' is no layer; possible are ids, eagle3, last, all and every:K"),
+    ],
 )
-def test_layer_ids_that_cannot_be(ids: tuple[int, ...], message: str) -> None:
+def test_layer_ids_that_cannot_be(entries: tuple[int | str, ...], n: int, message: str) -> None:
     with pytest.raises(LayerIdError, match=message):
-        resolve_layer_ids(ids, 30)
+        resolve_layer_ids(entries, n)
 
 
-def test_layer_ids_ascend() -> None:
-    assert resolve_layer_ids((30, 0, 7), 30) == (0, 7, 30)
+@pytest.mark.parametrize(
+    ("entries", "n", "ids"),
+    [
+        (None, 30, (2, 15, 27, 30)),
+        ((30, 0, 7), 30, (0, 7, 30)),
+        ((-1, -31, -2), 30, (0, 29, 30)),
+        (("eagle3",), 32, (2, 16, 29)),
+        (("last", "eagle3"), 32, (2, 16, 29, 32)),
+        (("eagle3", -1), 32, (2, 16, 29, 32)),
+        (("eagle3",), 4, (1, 2)),
+        (("all",), 3, (0, 1, 2, 3)),
+        (("every:4",), 12, (0, 4, 8, 12)),
+        (("every:4",), 15, (0, 4, 8, 12)),
+        (("every:4", "last", 1), 15, (0, 1, 4, 8, 12, 15)),
+        (("every:30",), 30, (0, 30)),
+    ],
+)
+def test_layer_ids_resolve_and_ascend(entries: tuple[int | str, ...] | None, n: int, ids: tuple[int, ...]) -> None:
+    assert resolve_layer_ids(entries, n) == ids
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ import torch
 
 from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.reader import HiddenStatesDataset
+from extract_core.store.commits import read_commits
+from extract_core.store.records import FinalNormRef, Manifest
 from extract_core.store.root import Root
 from extract_core.store.shard import HEADER_BYTES, ShardReader
-from extract_core.store.versions import read_manifest
-from tests.unit.store.kit import LAYERS, make_dataset
+from extract_core.store.versions import publish, read_manifest
+from tests.unit.store.kit import FINGERPRINT, HIDDEN, LAYERS, attempt, build_manifest, make_dataset, make_norm
 
 
 @pytest.fixture
@@ -126,6 +128,45 @@ def test_damage_names_shard_and_sample(made):
     path.unlink()
     with pytest.raises(CorruptDataError, match=r"s0-1.*is missing"):
         HiddenStatesDataset(root.url)[0]
+
+
+def test_final_norm_turns_rows_of_the_last_layer_into_what_lm_head_reads(made):
+    root, known = made
+    data = HiddenStatesDataset(root.url)
+    theirs = torch.nn.RMSNorm(HIDDEN, eps=1e-5)
+    theirs.weight.data = torch.from_numpy(make_norm().weight)
+    for norm in (data.final_norm, pickle.loads(pickle.dumps(data)).final_norm):
+        rows = data[0]["hidden_states"][:, -1]
+        torch.testing.assert_close(norm.apply(rows), theirs(rows.float()).detach())
+    root.delete(data.manifest.final_norm.path)
+    assert data.final_norm is data.final_norm
+    fresh = HiddenStatesDataset(root.url)
+    assert len(fresh) == len(known)  # a lost norm does not keep anybody from the rows
+    with pytest.raises(CorruptDataError, match="final norm .* is missing"):
+        _ = fresh.final_norm
+
+
+def test_a_version_without_a_known_norm_says_why(made):
+    root, _ = made
+    commits, index = read_commits(root, FINGERPRINT), read_manifest(root).index
+
+    def published(**change) -> HiddenStatesDataset:
+        who = attempt()
+
+        def build(number: int) -> Manifest:
+            return build_manifest(number, who, commits, index).model_copy(update=change)
+
+        return HiddenStatesDataset(root.url, version=publish(root, build, who).version)
+
+    for data, why in (
+        (published(final_norm=FinalNormRef(kind="unknown", reason="no formula fits")), "no formula fits"),
+        (published(final_norm=None), "a Coresample that did not keep norms"),
+    ):
+        with pytest.raises(SettingsError, match=rf"has no final norm: .*{why}; apply the model's own"):
+            _ = data.final_norm
+    rows = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    none = published(final_norm=FinalNormRef(kind="none")).final_norm
+    assert torch.equal(none.apply(rows), rows.float())
 
 
 def test_shard_reader_of_a_published_shard(made):

@@ -38,13 +38,32 @@ def test_flags_win_over_environment_and_that_over_the_file(job: Path, monkeypatc
         ({"modell.path": "x"}, r"unknown field 'modell'; did you mean 'model'\?"),
         ({"chat.max_lenght": 5}, r"unknown field 'chat.max_lenght'; did you mean 'max_length'\?"),
         ({"chat.max_length": 1}, r"field 'chat.max_length'.*greater than or equal to 2; got 1"),
-        ({"layers": [3, 3]}, r"layer ids are repeated: \[3\]"),
-        ({"layers": [-1]}, r"layer ids are negative: \[-1\]"),
-        ({"layers": []}, r"no layer ids given"),
+        ({"layers": [3, 3]}, r"layer ids are repeated: 3;"),
+        ({"layers": ["last", 3, " LAST"]}, r"layer ids are repeated: last;"),
+        ({"layers": "every:4,every:04"}, r"layer ids are repeated: every:4;"),
+        *(({"layers": value}, r"field 'layers': no layer ids given") for value in ([], "[]", "", " ")),
         *(
-            ({"layers": value}, r"field 'layers': .*write layers: \[2, 15, 30\] or 2,15,30")
-            for value in ("[]", "all", "", "1;2", "1,", "1.5,2", 5, [True, 2], [1.5], ["a"], True, {"a": 1}, "9" * 5000)
+            ({"layers": value}, r"field 'layers': .*\(eagle3, last, all, every:4\), e.g. layers: \[eagle3, last\] or")
+            for value in ("1;2", "1,", "1.5,2", [True, 2], [1.5], ["a"], True, {"a": 1}, "9" * 5000, 1.5, [None], [[1]])
         ),
+        ({"layers": "eagel3,last"}, r"'eagel3' is no layer \(did you mean eagle3\?\)"),
+        ({"layers": "evry:4"}, r"'evry:4' is no layer \(did you mean every:4\?\)"),
+        ({"layers": "last:2"}, r"'last:2' is no layer \(did you mean last\?\)"),
+        ({"layers": [{"every": 4}]}, r"field 'layers': every: 4 with a space is a section in YAML; write every:4"),
+        *(
+            ({"layers": value}, rf"'{value}' needs a number of blocks from 1 on, e.g. every:4")
+            for value in ("every", "every:", "every:0", "every:-1", "every:x")
+        ),
+        ({"engine.capture": "hook"}, r"field 'engine.capture'.*'auto', 'native' or 'hooks'; got 'hook'"),
+        (
+            {"engine.capture": "hooks", "engine.enforce_eager": False},
+            r"field 'engine.enforce_eager': capture: hooks needs eager mode; leave enforce_eager out",
+        ),
+        (
+            {"engine.max_num_seqs": 300, "engine.max_num_batched_tokens": 256},
+            r"field 'engine.max_num_seqs': more samples in a step than max_num_batched_tokens \(256\)",
+        ),
+        ({"preflight.reference": "yes"}, r"field 'preflight.reference'.*'auto', 'always' or 'never'; got 'yes'"),
         ({"store.shard_bytes": True}, r"field 'store.shard_bytes': true and false are no "),
         ({"store.shard_bytes": 10**30}, r"field 'store.shard_bytes': more than 2\*\*60 bytes"),
         ({"store.shard_bytes": 1e30}, r"more than 2\*\*60 bytes"),
@@ -86,15 +105,46 @@ def test_values_are_cut_in_messages(tmp_path: Path) -> None:
         assert all(len(line) < 600 for line in str(caught.value).splitlines())
 
 
-@pytest.mark.parametrize("value", ["30, 2,15", "[30,2,15]", [30, 2, 15], (2, 15, 30)])
-def test_layers_as_text_or_list(job: Path, value: object) -> None:
-    assert load_job(job, {"layers": value}).layers == (2, 15, 30)
+LAYERS = [
+    ("30, 2,15", (30, 2, 15)),
+    ("[30,2,15]", (30, 2, 15)),
+    ("eagle3,last", ("eagle3", "last")),
+    ('["eagle3", -1]', ("eagle3", -1)),
+    ("[Every:4, '7']", ("every:4", 7)),
+    ("last", ("last",)),
+    ("-2", (-2,)),
+    ("all", ("all",)),
+]
 
 
-@pytest.mark.parametrize("value", ["30,2,15", "[30, 2, 15]"])
-def test_layers_from_the_environment(job: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [
+        *LAYERS,
+        ([30, 2, 15], (30, 2, 15)),
+        ((2, -15), (2, -15)),
+        (["eagle3", -1, "4", "EVERY:8"], ("eagle3", -1, 4, "every:8")),
+        (5, (5,)),
+        (None, None),
+    ],
+)
+def test_layers_as_text_or_list(job: Path, value: object, layers: object) -> None:
+    assert load_job(job, {"layers": value}).layers == layers
+
+
+@pytest.mark.parametrize(("value", "layers"), LAYERS)
+def test_layers_from_the_environment(
+    job: Path, monkeypatch: pytest.MonkeyPatch, value: str, layers: tuple[int | str, ...]
+) -> None:
     monkeypatch.setenv("CORESAMPLE_LAYERS", value)
-    assert load_job(job).layers == (2, 15, 30)
+    assert load_job(job).layers == layers
+
+
+def test_capture_preflight_and_sizes_are_open_by_default(job: Path) -> None:
+    loaded = load_job(job, {"engine.capture": "hooks"})
+    assert (loaded.engine.capture, loaded.engine.enforce_eager, loaded.engine.buffer_bytes) == ("hooks", None, None)
+    assert loaded.preflight.reference == "auto"
+    assert load_job(job, {"engine.buffer_bytes": "1GiB"}).engine.buffer_bytes == 2**30
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import reference
 from extract_core.chat import Sample, load_chat_tokenizer, read_samples
+from extract_core.engine import reference
 from extract_core.engine.protocol import EngineSpec, JobSample, ShardDone, ShardJob
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.settings import ChatSettings, DataSettings, ModelSettings

@@ -6,7 +6,9 @@ states that a broken capture would.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -15,11 +17,19 @@ from typing import Any
 from extract_core.engine.worker import CPUCaptureWorker
 
 DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY, DIE_ONCE, EARLY = range(500, 510)
+STOP, CRASH, EXIT, HOARD = range(490, 494)
 """First tokens beyond the tiny tokenizer's 258, within its model's vocabulary of 512."""
+REFUSE_TO_LOAD = "SABOTEUR_REFUSES"
+"""Variable that makes the workers fail while they load."""
 
 
 class Saboteur(CPUCaptureWorker):
     """Acts when a sample with one of the tokens above enters."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Fail in the worker's own process where that is asked for, with an empty message as vLLM's assertions have."""
+        assert not os.environ.get(REFUSE_TO_LOAD)
+        super().load_model(*args, **kwargs)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Fail before or after the real forward."""
@@ -32,6 +42,14 @@ class Saboteur(CPUCaptureWorker):
                 if not mark.exists():
                     mark.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
+            if token == STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if token == CRASH:
+                ctypes.string_at(0)  # SIGSEGV, in native code
+            if token == EXIT:
+                os._exit(137)
+            if token == HOARD:
+                _run_out_of_memory()
             if token == HANG:
                 time.sleep(3600)
             if token == RAISE:
@@ -67,3 +85,11 @@ class Saboteur(CPUCaptureWorker):
             self.model_runner.input_batch._req_ids[: len(order)] = order
         if token == SHORT:  # as a prefix-cache hit would: the first rows never come
             new.num_computed_tokens += 1
+
+
+def _run_out_of_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
+    hoard = []
+    while True:
+        hoard.append(bytearray(2**24))

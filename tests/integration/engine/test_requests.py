@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from extract_core.engine.compat import engine_environment
-from extract_core.engine.preflight import preflight
+from extract_core.engine.preflight import Probe, preflight
 from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import PreflightError
@@ -63,7 +63,8 @@ def test_block_hashes_are_the_engines_own_and_a_request_without_is_refused(spec:
 
 def _preflight(engine: EngineSupervisor, folder: Path, *first_tokens: int) -> dict[str, object]:
     prompts = [np.array([token, *range(20, 140)], dtype=np.int32) for token in first_tokens]
-    return preflight(engine, prompts, layer_ids=[1, 2, 4], compute_dtype="float32", folder=folder, want_top1=True)
+    probe = Probe(layer_ids=[1, 2, 4], n_layers=4, compute_dtype="float32", folder=folder, reference="always")
+    return preflight(engine, prompts, probe)
 
 
 def test_preflight_compares_chunks_with_a_whole_prefill(engine: EngineSupervisor, tmp_path: Path) -> None:

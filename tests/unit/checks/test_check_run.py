@@ -4,7 +4,7 @@ import pytest
 from extract_core.checks.run import check_run
 from extract_core.settings import CheckSettings
 from extract_core.store import layout
-from extract_core.store.records import Accounting, CommitRecord, Excluded, SampleRecord, SegmentRecord
+from extract_core.store.records import Accounting, CommitRecord, Excluded, FinalNormRef, SampleRecord, SegmentRecord
 from tests.unit.store.kit import FINGERPRINT, attempt
 
 LAYERS = [2, 15, 27, 30]
@@ -80,9 +80,46 @@ def test_report_for_the_manifest():
     made = report(run())
     assert made.passed
     entries = made.to_dict()
-    assert set(entries) == {"coverage", "accounting", "layers", "layers_differ", "norms", "top1_agreement"}
+    assert set(entries) == {
+        "coverage",
+        "accounting",
+        "layers",
+        "final_norm",
+        "layers_differ",
+        "norms",
+        "top1_agreement",
+    }
     assert entries["top1_agreement"]["threshold"] == 0.9
     assert 0.9 < entries["top1_agreement"]["value"] <= 1
+
+
+def with_norms(norm_of):
+    commits, planned, accounting = run()
+    made = {}
+    for shard, commit in commits.items():
+        norm = norm_of(shard)
+        engine = {} if norm is None else {"final_norm": norm.model_dump(mode="json")}
+        made[shard] = commit.model_copy(update={"engine": engine})
+    return made, planned, accounting
+
+
+def norm(digit="a", epsilon=1e-5):
+    sha = digit * 64
+    return FinalNormRef(kind="rms", epsilon=epsilon, path=layout.norm_path(sha), sha256=sha, nbytes=100)
+
+
+def test_shards_with_another_norm_are_named():
+    found = failed(with_norms(lambda shard: norm("b", 1e-6) if shard in (3, 7) else norm()))
+    assert set(found) == {"final_norm"}
+    assert "shards 3, 7 have norm rms, epsilon 1e-06, offset 0, sha256 bbbb" in found["final_norm"]
+    assert "shards 0, 1, 2, 4, 5, 6, 8, 9 have norm rms, epsilon 1e-05" in found["final_norm"]
+    unknown = FinalNormRef(kind="unknown", reason="no formula")
+    assert "shards 2 have norm unknown" in failed(with_norms(lambda s: unknown if s == 2 else norm()))["final_norm"]
+
+
+def test_records_that_do_not_tell_the_norm_agree_with_any():
+    assert failed(with_norms(lambda shard: norm() if shard > 4 else None)) == {}
+    assert failed(with_norms(lambda shard: FinalNormRef(kind="unknown", reason=f"engine {shard}"))) == {}
 
 
 def test_lengths_from_one_token_to_many_pass():

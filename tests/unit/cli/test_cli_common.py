@@ -25,6 +25,7 @@ from extract_core.errors import (
     CheckFailedError,
     CoresampleError,
     EngineCrashedError,
+    EngineReport,
     IncompleteError,
     NoSpaceError,
     SettingsError,
@@ -59,21 +60,42 @@ def test_long_messages_and_brackets_are_shown_as_they_are(capsys):
     assert outcome(capsys, SettingsError(text))[2] == f"error: {text}\n"
 
 
-def test_engine_errors_show_the_root_cause_and_the_log(capsys):
+def test_engine_errors_show_the_message_then_the_circumstances_then_the_root_cause(capsys):
     chain = (
         "Traceback (most recent call last):\n  inner frame\nValueError: bad block\n"
         "\nThe above exception was the direct cause of the following exception:\n\n"
         "Traceback (most recent call last):\n  outer frame\nRuntimeError\n"
     )
-    log = "\n".join(f"log {n}" for n in range(80))
-    error = EngineCrashedError("ValueError: bad block (engine log: /x.log)", engine_traceback=chain, log_tail=log)
+    log = f"loading\n{chain}\nbye"
+    report = EngineReport(
+        stage="running 9 samples, 300 tokens",
+        log="/x.log",
+        versions={"vllm": "0.32.0", "torch": "2.13.0"},
+        settings={"model": "/m", "layer_ids": [1, 2]},
+        in_flight=tuple(f"s{n}" for n in range(10)),
+    )
+    error = EngineCrashedError(
+        "ValueError: bad block (engine log: /x.log)", engine_traceback=chain, log_tail=log, report=report
+    )
     code, out, err = outcome(capsys, error)
     assert (code, out) == (1, "")
-    assert "inner frame\nValueError: bad block" in err and "outer frame" not in err
-    assert "log 29\n" not in err and "log 30\n" in err and "log 79" in err
-    assert err.endswith("error: ValueError: bad block (engine log: /x.log)\n")
+    assert err.startswith("error: ValueError: bad block (engine log: /x.log)\n")
+    assert err.endswith("inner frame\nValueError: bad block\n") and "outer frame" not in err
+    assert "loading\n(the traceback below)\n\nbye" in err
+    for line in (
+        "stage       running 9 samples, 300 tokens",
+        "versions    vllm 0.32.0, torch 2.13.0",
+        "settings    model=/m, layer_ids=[1, 2]",
+        "in flight   s0, s1, s2, s3, s4, s5, s6, s7 and 2 more",
+    ):
+        assert line in err
     document = json.loads(outcome(capsys, error, as_json=True)[1])["error"]
     assert document["engine_traceback"] == chain and document["log_tail"] == log
+    assert document["engine"]["versions"]["vllm"] == "0.32.0" and len(document["engine"]["in_flight"]) == 10
+
+
+def test_an_engine_error_without_an_engine_is_one_line(capsys):
+    assert outcome(capsys, EngineCrashedError("gone"))[2] == "error: gone\n"
 
 
 def test_interrupted(capsys):

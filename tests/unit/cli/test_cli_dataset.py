@@ -194,6 +194,15 @@ def test_verify_lists_every_problem(made):
     assert not document["ok"] and len(document["problems"]) >= 2 and str(first) in document["remedy"]
 
 
+def test_verify_says_how_a_norm_comes_back(made):
+    root, manifest, _ = made
+    path = root.local_path(manifest.final_norm.path)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    text = call("verify", root.url, code=1)
+    assert text.startswith("1 problem in ") and f"{manifest.final_norm.path}: final norm" in text
+    assert "a missing norm together with one shard" in text and f"delete 1 damaged file first: {path}" in text
+
+
 def test_verify_counts_one_problem_in_the_singular(made):
     root, manifest, _ = made
     root.local_path(manifest.shards[1].path).unlink()
@@ -212,6 +221,7 @@ def test_inspect(made):
         "4": "after block 4 of 6",
         "6": "after block 6 of 6 (the last), before the final norm",
     }
+    assert document["final_norm"] == manifest.final_norm.model_dump()
     assert document["totals"] == manifest.totals.model_dump()
     row = document["sample"]
     expected = samples[row["sample_id"]]
@@ -219,6 +229,7 @@ def test_inspect(made):
     assert row["spans"] is None  # no tokenizer
     assert set(document["norms"]) == {"2", "4", "6"}
     text = call("inspect", root.url)
+    assert f"rms, epsilon 1e-05; weights in {manifest.final_norm.path}" in "".join(text.split("\n"))
     assert "after block 4 of 6" in text and "token ids: the model's tokenizer is not here" in text
     assert ("⟦" in text) == bool(expected.mask.any())
 

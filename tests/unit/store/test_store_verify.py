@@ -1,6 +1,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -8,11 +9,12 @@ from extract_core.errors import StoreError
 from extract_core.store import layout
 from extract_core.store.commits import read_commits
 from extract_core.store.index import INDEX_SCHEMA, write_index
+from extract_core.store.norms import StoredNorm, write_norm
 from extract_core.store.root import Root
 from extract_core.store.shard import HEADER_BYTES, ShardReader
 from extract_core.store.verify import verify
 from extract_core.store.versions import publish, read_manifest
-from tests.unit.store.kit import FINGERPRINT, attempt, build_manifest, index_table, make_dataset, make_shard
+from tests.unit.store.kit import FINGERPRINT, HIDDEN, attempt, build_manifest, index_table, make_dataset, make_shard
 
 
 @pytest.fixture
@@ -102,6 +104,24 @@ def test_flipped_index(root):
     root.delete(index.path)
     (text,) = texts(root)
     assert "is missing" in text
+
+
+def test_flipped_norm(root):
+    norm = read_manifest(root).final_norm
+    flip(root, norm.path, norm.nbytes - 1)
+    (text,) = texts(root)
+    assert text.startswith(f"{norm.path}: final norm") and "is damaged: expected" in text
+    root.delete(norm.path)
+    (text,) = texts(root)
+    assert text.startswith(norm.path) and text.endswith("is missing")
+
+
+def test_norm_of_another_width(root):
+    wide = write_norm(root, StoredNorm("rms", 1e-5, 0.0, np.ones(HIDDEN + 1, dtype=np.float32)), {})
+    commits, index, who = read_commits(root, FINGERPRINT), read_manifest(root).index, attempt()
+    publish(root, lambda n: build_manifest(n, who, commits, index, wide), who)
+    (text,) = texts(root)
+    assert wide.path in text and "hidden size" in text
 
 
 def test_flipped_manifest(root):
