@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 DEMO_DIR := .cache/coresample-demo
 LOCKS ?=
 PYTEST_ARGS ?=
+VERSIONS ?= 0.16.0 0.20.0 0.26.0 0.28.0 0.30.0 0.32.0
+COMPAT_ARGS ?=
 
-.PHONY: help demo test unit check format bench lock lock-check audit env env-demo clean
+.PHONY: help demo test unit check format bench compat lock lock-check audit env env-demo clean
 
 help:
 	@echo "make demo        environment, small real model, real chats -> a published, verified dataset"
@@ -20,6 +22,7 @@ help:
 	@echo "make check       formatting, lint, types, import rules"
 	@echo "make format      mend formatting and what the linter can mend"
 	@echo "make bench       the benchmarks"
+	@echo "make compat      the compatibility suite on VERSIONS='$(VERSIONS)' (COMPAT_ARGS=--check changes no file)"
 	@echo "make lock        remake requirements/*.lock (LOCKS='cpu cuda' for some; LOCKS=--upgrade for newest versions)"
 	@echo "make lock-check  do the locks fit their inputs, and does the CUDA environment still resolve?"
 	@echo "make audit       known vulnerabilities of the locked versions"
@@ -59,6 +62,10 @@ format: env
 bench: env
 	@$(BIN)/python examples/demo/prepare.py --dir $(DEMO_DIR)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# An environment per vLLM release under .cache/compat, then docs/compatibility.md from what was measured.
+compat: env
+	@$(BIN)/python scripts/compat.py $(COMPAT_ARGS) $(VERSIONS)
 
 lock: env
 	@$(BIN)/python scripts/lock.py $(LOCKS)

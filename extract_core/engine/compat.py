@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from extract_core.engine.protocol import EngineSpec
@@ -91,7 +92,28 @@ def build_core(spec: EngineSpec) -> EngineCore:
                 "true, or leave it out"
             )
         vllm_config = config(capture="hooks", eager=True)
-    return EngineCore(vllm_config, _executor(vllm_config), False)
+    with current_config(vllm_config):
+        return EngineCore(vllm_config, _executor(vllm_config), False)
+
+
+def current_config(vllm_config: Any) -> AbstractContextManager[Any]:
+    """To hold around the engine's construction and every forward.
+
+    Up to 0.24 some layers (activations of mixtures of experts) are made in the forward and look for the current config,
+    which only vLLM's own engine process sets.
+    """
+    if _release() >= (0, 26):
+        return nullcontext()
+    from vllm.config import set_current_vllm_config
+
+    context: AbstractContextManager[Any] = set_current_vllm_config(vllm_config)
+    return context
+
+
+def _release() -> tuple[int, ...]:
+    import vllm
+
+    return tuple(int(part) for part in re.findall(r"\d+", vllm.__version__)[:2])
 
 
 def _arguments(spec: EngineSpec, where: str, *, capture: str, eager: bool) -> dict[str, Any]:

@@ -29,7 +29,6 @@ class CaptureMixin:
 
     model_runner: Any
     vllm_config: Any
-    device: torch.device
     _sink: RowSink | None = None
     _places: dict[str, tuple[int, int]]
     _open = False
@@ -54,8 +53,9 @@ class CaptureMixin:
         # Allocated before vLLM measures what is left for its cache, so that it is counted.
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         shape = (tokens, len(self._layer_ids), self._hidden_size)
-        staged = self._writes and self.device.type == "cuda"
-        self._staging = torch.empty(shape, dtype=self._store_dtype, device=self.device) if staged else None
+        self._device = self.model_runner.device  # the worker's own is None in some CPU releases
+        staged = self._writes and self._device.type == "cuda"
+        self._staging = torch.empty(shape, dtype=self._store_dtype, device=self._device) if staged else None
 
     def capture_setup(self, pool_bytes: int, threads: int) -> None:
         """Make the writer: its pool of host buffers and its threads."""
@@ -91,10 +91,10 @@ class CaptureMixin:
         try:
             counts = self._open and self._sink is not None and scheduler_output.total_num_scheduled_tokens > 0
             if not counts:
-                return super().execute_model(scheduler_output)  # type: ignore[misc]
+                return self._forward(scheduler_output)
             self._capture.begin()
             try:
-                output = super().execute_model(scheduler_output)  # type: ignore[misc]
+                output = self._forward(scheduler_output)
             finally:
                 self._capture.end()
             state = self.model_runner.execute_model_state
@@ -106,6 +106,10 @@ class CaptureMixin:
             # An executor may lose it: with async scheduling it is only logged, from another process it comes as text.
             self._failure = error
             raise
+
+    def _forward(self, scheduler_output: Any) -> Any:
+        with compat.current_config(self.vllm_config):
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The second phase, which must not go on as if the first had not failed."""
@@ -162,14 +166,14 @@ class CaptureMixin:
         """``argmax(lm_head(norm(h_n)))`` of stored rows, read back from the shard file; h_n is the last layer id."""
         with UnsealedShard(Path(path)) as shard:
             stored = shard.last_layer(rows)
-        stored = stored.to(self.device, self.vllm_config.model_config.dtype)
+        stored = stored.to(self._device, self.vllm_config.model_config.dtype)
         return next_tokens(self._capture.model, self._capture.norm, stored)
 
     def capture_norm(self) -> dict[str, Any]:
         """The final norm as plain data, or ``{"unknown": reason}``."""
         try:
             norm = describe_norm(
-                self._capture.norm, self._hidden_size, self.vllm_config.model_config.dtype, self.device
+                self._capture.norm, self._hidden_size, self.vllm_config.model_config.dtype, self._device
             )
         except EngineIncompatibleError as error:
             return {"unknown": str(error)}

@@ -1,0 +1,19 @@
+"""Every family and way of capture on the installed vLLM; ``make compat`` runs it in an environment per version.
+
+A cell is measured by ``cells.measure``: the rows of every reachable layer against Hugging Face in one batch, in chunks
+and one prompt at a time, with the prefix cache on and off; block hashes against vLLM's own; greedy tokens against
+``argmax(lm_head(norm(h_n)))``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def test_rows_equal_hugging_face(measured, family: str, mode: str) -> None:
+    cell = measured[family, mode].result()
+    if cell.status == "unsupported" or (cell.status == "refused" and mode != "auto"):
+        pytest.skip(f"{cell.status}: {cell.reason}")
+    assert cell.status == "works", cell.reason
