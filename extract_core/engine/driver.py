@@ -12,7 +12,7 @@ import numpy as np
 from extract_core import errors
 from extract_core.engine import compat
 from extract_core.engine.protocol import EngineSpec, FinalNorm, JobSample, Progress, ShardDone, ShardJob
-from extract_core.errors import CaptureError, CoresampleError, EngineCrashedError, EngineError
+from extract_core.errors import CaptureError, CoresampleError, EngineError
 
 _REPORT_EVERY_S = 0.25
 _ASK_S = 10.0
@@ -64,12 +64,9 @@ class EngineDriver:
             return
         for found in failures:
             if found is not None:
-                kind = getattr(errors, found["kind"], EngineError)
-                if issubclass(kind, EngineError):
-                    raise kind(found["message"], engine_traceback=found["traceback"]) from error
-                raise EngineCrashedError(
-                    f"{found['kind']}: {found['message']}", engine_traceback=found["traceback"]
-                ) from error
+                kind = getattr(errors, found["kind"] or "EngineCrashedError", EngineError)
+                kind = kind if issubclass(kind, EngineError) else EngineError
+                raise kind(found["message"], engine_traceback=found["traceback"]) from error
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         result: list[Any] = self.core.collective_rpc(method, args=args)

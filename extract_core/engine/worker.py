@@ -17,9 +17,10 @@ from vllm.platforms import current_platform
 
 from extract_core.engine import compat
 from extract_core.engine.capture import LayerCapture
+from extract_core.engine.logs import root_cause
 from extract_core.engine.norm import describe_norm, next_tokens
 from extract_core.engine.sink import RowSink, Span
-from extract_core.errors import CaptureError, EngineIncompatibleError
+from extract_core.errors import CaptureError, CoresampleError, EngineIncompatibleError
 from extract_core.store.shard import ShardWriter
 from extract_core.store.unsealed import UnsealedShard
 
@@ -144,12 +145,16 @@ class CaptureMixin:
         self._sink.take(states, compat.step_input_ids(self.model_runner, state, total), spans)
 
     def capture_failure(self) -> dict[str, str] | None:
-        """The exception that ended the shard in this worker: its kind, message and traceback."""
+        """The exception that ended the shard in this worker: its kind if it is one of ours, message and traceback."""
         error = self._failure
         if error is None:
             return None
-        text = "".join(traceback.format_exception(error))
-        return {"kind": type(error).__name__, "message": str(error), "traceback": text}
+        known = isinstance(error, CoresampleError)
+        return {
+            "kind": type(error).__name__ if known else "",
+            "message": str(error) if known else root_cause(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
 
     def capture_end(self) -> dict[str, Any] | None:
         """Wait for the writer and close the file; returns counters and the requests whose rows did not all come."""
