@@ -25,7 +25,7 @@ from extract_core.store.unsealed import UnsealedShard
 
 PROMPTS, TOKENS, SETS = 4, 160, 3
 """How many prompts of at most how many tokens, and how many such sets are tried."""
-CHUNK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+CHUNK_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest relative difference, at the 90th percentile of rows, between a prefill in chunks and a whole one. A chunk
 that misses its context is off by about 1; single rows may differ more where a mixture's router is near a tie."""
 _REFERENCE_S = 900
@@ -35,8 +35,9 @@ LEAST_AGREEMENT = 0.5
 """Of a handful of prompts one or two may sit at a tie of two tokens; a wrong layer or norm agrees on none."""
 
 
-REFERENCE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
-"""Largest relative difference to a float32 Hugging Face forward, median of rows, at any layer."""
+REFERENCE_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
+"""Largest relative difference to a float32 Hugging Face forward, median of rows, at any layer. A GPU's float32 products
+are shorter than float32 (1.5e-3 measured on six blocks); a wrong layer shows by being nearer to another id."""
 
 Prompts = Sequence[np.ndarray[Any, np.dtype[np.int32]]]
 
