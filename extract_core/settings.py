@@ -311,7 +311,14 @@ class EngineSettings(_Section):
         ),
     )
     writer_threads: int = Field(2, ge=1, le=32, description="Threads that write rows.")
-    start_timeout_s: float = Field(900, gt=0, description="Give up when the engine is not ready after this long.")
+    start_timeout_s: float = Field(
+        900,
+        gt=0,
+        description=(
+            "Give up when the engine, while it loads, neither computes nor reads for this long, or is not ready after "
+            "ten times as long."
+        ),
+    )
     step_timeout_s: float = Field(600, gt=0, description="Replace the engine when no step ends for this long.")
     extra: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, passed through.")
 
