@@ -14,6 +14,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 def test_rows_equal_hugging_face(measured, family: str, mode: str) -> None:
     cell = measured[family, mode].result()
-    if cell.status == "unsupported" or (cell.status == "refused" and mode != "auto"):
-        pytest.skip(f"{cell.status}: {cell.reason}")
+    if cell.status == "unsupported":
+        pytest.skip(f"unsupported by this vLLM: {cell.reason}")
+    if mode == "native" and cell.status == "refused":
+        # The class has no native states: said before any row, with the way out. "auto" then takes hooks, and must work.
+        assert cell.reason.endswith("set engine.capture to auto or hooks")
+        return
     assert cell.status == "works", cell.reason
