@@ -113,8 +113,3 @@ def _cpu() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Only a run that names this folder has its options; `make test` leaves it to `make compat`."""
-    return None if config.getoption("--families", default=None) is not None else True
