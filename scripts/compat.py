@@ -53,6 +53,14 @@ ENGINE_NEEDS = (
 """What the engine layer and the suite import beside vLLM's own requirements."""
 
 
+NOT_RUN = (
+    "Not run: 0.33.0, which has no CPU build; read in its wheel on 2026-11-30, every entry point that",
+    "`compat.inspect_engine` looks for is there, and so are the fields of requests, steps and batches that are used.",
+    "Releases between those above were not run either; a release newer than 0.33 is tried, and refused by name where a",
+    "piece is missing.",
+)
+
+
 class CompatError(Exception):
     """A release cannot be tried; the message says why."""
 
@@ -293,6 +301,7 @@ def render(results: list[dict[str, Any]], cuda: Sequence[dict[str, Any]] = ()) -
             f"| {machine['python']} | {machine['cpu']}, {machine['cores']} cores "
             f"| {' / '.join(str(counts.count(status)) for status in STATUSES)} |"
         )
+    lines += ["", *NOT_RUN]
     titles = {
         "auto": "What a job gets: `capture: auto` with the layers of an EAGLE-3 job and the last",
         "native": "Native auxiliary hidden states (`capture: native`): layer ids reached",
