@@ -329,6 +329,8 @@ _UNSAFE = {
     "prefill_context_parallel_size": "a rank holds only its share of the rows",
     "decode_context_parallel_size": "a rank holds only its share of the rows",
     "enable_dbo": "a step is split into micro-batches whose hidden states are joined wrongly",
+    "long_prefill_token_threshold": "the self-test sets it, and chunks are no larger than a step anyway",
+    "long_prefill_token_threshold_adaptive": "the self-test could no longer cut prefills into chunks",
     "kv_sharing_fast_prefill": "blocks are skipped for prompt tokens",
     "kv_transfer_config": "rows that another engine computed never pass through here",
 }

@@ -97,6 +97,13 @@ class EngineDriver:
         Raises:
             CaptureError: a row never came, or a sample ended otherwise than after one token.
         """
+        try:
+            return self._extract(job, report)
+        except BaseException as error:
+            self._raise_worker_failure(error)
+            raise
+
+    def _extract(self, job: ShardJob, report: Callable[[Progress], None]) -> ShardDone:
         started = time.perf_counter()
         refused = {s.sample_id: why for s in job.samples if (why := self.refusal(s)) is not None}
         accepted = [s for s in job.samples if s.sample_id not in refused]
@@ -106,11 +113,7 @@ class EngineDriver:
         places = {rid: (s.first_row, len(s.token_ids) // 4) for rid, s in ids.items()}
         self._rpc("capture_begin", job.path, job.rows, places)
         run = _Run(self.core, report)
-        try:
-            self._run(run, ids, set(job.solo))
-        except BaseException as error:
-            self._raise_worker_failure(error)
-            raise
+        self._run(run, ids, set(job.solo))
         engine_s = time.perf_counter() - started
         ended = next(result for result in self._rpc("capture_end") if result is not None)
         if ended["missing"]:

@@ -17,6 +17,7 @@ import torch
 from extract_core.engine.norm import norm_error, tolerance
 from extract_core.errors import CaptureError, EngineIncompatibleError
 
+_RULE_ROWS = 64
 _OTHER_STACKS = ("vision", "visual", "audio", "image", "mtp", "draft")
 
 
@@ -112,14 +113,19 @@ class LayerHooks:
         return streams
 
     def _decide(self, norm: torch.nn.Module, normed: torch.Tensor, tokens: int) -> None:
-        rows = min(tokens, 64)
         hidden, residual = self._taken[self._n]
-        hidden, residual = hidden[:rows], None if residual is None else residual[:rows]
+        rows = torch.linspace(0, tokens - 1, min(tokens, _RULE_ROWS), device=hidden.device).round().long()
+        hidden, residual = hidden[rows], None if residual is None else residual[rows]
         rules = (True, False) if residual is not None else (True,)
-        errors = {adds: float(norm_error(norm, _sum(hidden, residual, adds), normed[:rows])) for adds in rules}
+        errors = {adds: float(norm_error(norm, _sum(hidden, residual, adds), normed[rows])) for adds in rules}
         known = {adds: error for adds, error in errors.items() if not math.isnan(error)}
         if not known:
-            return  # states that are not finite prove nothing; the row checks name them
+            if residual is None:
+                return  # there is nothing to choose
+            raise CaptureError(
+                f"the states of the last block are not finite in any of {len(rows)} rows of the first step: which part "
+                "of a block's output is the stream cannot be known. Compute in bfloat16 or float32 (model.dtype)"
+            )
         best = min(known, key=lambda adds: known[adds])
         if known[best] > tolerance(hidden.dtype):
             shown = ", ".join(f"{'sum' if a else 'first'} {e:.2g}" for a, e in known.items())

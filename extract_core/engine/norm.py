@@ -47,20 +47,24 @@ def apply_norm(norm: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def norm_error(norm: torch.nn.Module, stream: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
     """Relative difference between ``norm(stream)`` and ``normed``, both [S, H]: that of the worst row, not waited for.
 
-    An off-by-one layer, a row of another request, a stream after the norm or a partial sum is off by about 1. NaN where
-    no row is finite.
+    An off-by-one layer, a stream after the norm or a partial sum is off by about 1; infinite where one of the two is
+    not finite although the stream is. NaN where no row of the stream is finite: the row checks name those.
     """
     if stream.shape != normed.shape:
         return torch.tensor(float("inf"), device=stream.device)
-    return difference(apply_norm(norm, stream), normed)
+    return difference(apply_norm(norm, stream), normed, torch.isfinite(stream).all(dim=-1))
 
 
 @torch.inference_mode()
-def difference(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The largest ``|row - reference| / |reference|`` of the finite rows, a scalar on the device."""
+def difference(rows: torch.Tensor, reference: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest ``|row - reference| / |reference|`` of the rows ``counted`` (bool [S]), a scalar on the device."""
+    ours, theirs = torch.isfinite(rows).all(dim=-1), torch.isfinite(reference).all(dim=-1)
     errors = (rows.float() - reference.float()).norm(dim=-1) / reference.float().norm(dim=-1).clamp_min(1e-30)
-    finite = torch.isfinite(errors)
-    return torch.where(finite.any(), torch.where(finite, errors, 0.0).max(), torch.nan)
+    errors = torch.where(ours & theirs, errors, torch.where(ours == theirs, torch.nan, torch.inf))
+    if counted is not None:
+        errors = torch.where(counted, errors, torch.nan)
+    known = ~torch.isnan(errors)
+    return torch.where(known.any(), torch.where(known, errors, 0.0).max(), torch.nan)
 
 
 @torch.inference_mode()
@@ -71,11 +75,14 @@ def describe_norm(norm: torch.nn.Module, hidden_size: int, dtype: torch.dtype, d
         EngineIncompatibleError: neither an RMS norm (weight or 1 + weight) nor a layer norm.
     """
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(32, hidden_size, generator=generator).to(dtype)
+    rows = torch.randn(32, hidden_size, generator=generator)
+    rows = torch.cat([rows, rows * 1e-3]).to(dtype)  # epsilon only shows in small rows
     expected = apply_norm(norm, rows.to(device)).float().cpu()
     rows = rows.float()
     weight, bias = (_vector(getattr(norm, name, None), hidden_size) for name in ("weight", "bias"))
-    epsilon = next((v for n in ("variance_epsilon", "eps", "epsilon") if (v := getattr(norm, n, None))), 0.0)
+    epsilon = next(
+        (v for n in ("variance_epsilon", "eps", "epsilon", "norm_eps") if (v := getattr(norm, n, None))), 0.0
+    )
     epsilon = float(str(np.float32(epsilon)))  # a float32 on its way through vLLM: 1e-05, not 9.999999747e-06
     best: tuple[float, FinalNorm] | None = None
     for kind in ("none",) if isinstance(norm, torch.nn.Identity) else ("rms", "layer"):

@@ -7,6 +7,7 @@ model is small enough, the rows are compared with a Hugging Face forward of the 
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,6 +63,11 @@ class Probe:
         """Layer n is captured, so the next token can be computed from it."""
         return self.layer_ids[-1] == self.n_layers
 
+    @property
+    def neighbours(self) -> list[int]:
+        """The layers asked for and those beside them, which show an id that is off by one."""
+        return sorted({k + step for k in self.layer_ids for step in (-1, 0, 1)} & set(range(self.n_layers + 1)))
+
 
 def preflight(engine: EngineSupervisor, prompts: Prompts, probe: Probe) -> dict[str, Any]:
     """Run the self-test; starts the engine if it does not run.
@@ -95,10 +101,16 @@ def preflight(engine: EngineSupervisor, prompts: Prompts, probe: Probe) -> dict[
 
 
 def _test(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> dict[str, Any]:
+    if probe.reference == "never":
+        return _test_engine(engine, cut, probe)[0]
+    stop = threading.Event()
     with ThreadPoolExecutor(1) as beside:  # a process of its own, which runs while the engine starts
-        reference = beside.submit(_reference, engine, cut, probe) if probe.reference != "never" else None
-        figures, whole = _test_engine(engine, cut, probe)
-        return figures if reference is None else figures | _compare(reference, whole, probe, engine.spec.store_dtype)
+        reference = beside.submit(_reference, engine, cut, probe, stop)
+        try:
+            figures, whole = _test_engine(engine, cut, probe)
+            return figures | _compare(reference, whole, probe, engine.spec.store_dtype)
+        finally:
+            stop.set()
 
 
 def _test_engine(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> tuple[dict[str, Any], list[Any]]:
@@ -111,9 +123,11 @@ def _test_engine(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> tuple[
             raise PreflightError(
                 f"lm_head(norm(h_n)) gives the engine's own next token for {agree:.0%} of {len(cut)} prompts, expected "
                 f"at least {LEAST_AGREEMENT:.0%}: layer {probe.n_layers} is not the last block's output, or the final "
-                "norm is another. Try engine.capture: hooks (docs/compatibility.md), or leave layer n out of layers"
+                "norm is another. Try engine.capture: hooks (docs/compatibility.md)"
             )
         figures["top1_agreement"] = agree
+    if engine.spec.extra.get("enable_chunked_prefill") is False:
+        return figures, whole
     parts, _ = _capture(engine, cut, probe, chunk=chunk)
     worst = float(
         np.quantile(np.concatenate([_relative(a, b).ravel() for a, b in zip(parts, whole, strict=True)]), 0.9)
@@ -123,17 +137,20 @@ def _test_engine(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> tuple[
         raise PreflightError(
             f"rows of a prefill in chunks of {chunk} tokens differ from those of a whole one by {worst:.2e} (relative, "
             f"90th percentile), expected at most {tolerance:.1e}: chunked prefill is not safe for this model here. Set "
-            "engine.max_num_batched_tokens above the longest sample and engine.extra.enable_chunked_prefill to false"
+            "engine.extra.enable_chunked_prefill to false (and engine.max_num_batched_tokens above the longest sample)"
         )
     return figures | {"chunked_p90": worst}, whole
 
 
-def _reference(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> Reference:
-    """Rows of the layers asked for and of their neighbours, which show an id that is off by one."""
-    layers = sorted({k + step for k in probe.layer_ids for step in (-1, 0, 1)} & set(range(probe.n_layers + 1)))
-    spec = engine.spec
+def _reference(engine: EngineSupervisor, cut: Prompts, probe: Probe, stop: threading.Event) -> Reference:
     return compute(
-        Path(spec.model), cut, layers, probe.folder, trust_remote_code=spec.trust_remote_code, timeout_s=_REFERENCE_S
+        Path(engine.spec.model),
+        cut,
+        probe.neighbours,
+        probe.folder,
+        trust_remote_code=engine.spec.trust_remote_code,
+        timeout_s=_REFERENCE_S,
+        stop=stop,
     )
 
 
@@ -149,7 +166,7 @@ def _compare(
                 log_tail=error.log_tail,
             ) from error
         return {"reference": f"not compared: {error}"}
-    known = sorted({k + step for k in probe.layer_ids for step in (-1, 0, 1)} & set(range(probe.n_layers + 1)))
+    known = probe.neighbours
     captured = np.concatenate(list(whole))
     expected = np.concatenate(reference.rows)
     tolerance = REFERENCE_TOLERANCE[probe.compute_dtype] + STORE_ROUNDING[store_dtype]
@@ -222,4 +239,5 @@ def _capture(
 
 def _relative(rows: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Relative difference of each row (and layer)."""
-    return np.asarray(np.linalg.norm(rows - reference, axis=-1) / np.linalg.norm(reference, axis=-1))
+    size = np.maximum(np.linalg.norm(reference, axis=-1), 1e-30)  # an embedding may be zero
+    return np.asarray(np.linalg.norm(rows - reference, axis=-1) / size)

@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from extract_core.engine import guard
 from extract_core.errors import EngineError, LayerIdError
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 _TAIL = 4000
+_LOOK_S = 0.5
 
 
 class ReferenceFailedError(EngineError):
@@ -68,6 +72,7 @@ def compute(
     dtype: str = "float32",
     trust_remote_code: bool = False,
     timeout_s: float = 1800,
+    stop: threading.Event | None = None,
 ) -> Reference:
     """``forward`` in a process of its own.
 
@@ -79,6 +84,7 @@ def compute(
         dtype: what the forward computes in.
         trust_remote_code: run model code that lies in the model folder.
         timeout_s: seconds until the process is given up.
+        stop: when set, the process is killed.
 
     Raises:
         ReferenceFailedError: the process failed or took too long; carries the end of what it printed.
@@ -90,32 +96,50 @@ def compute(
         what = {"model": str(model), "layers": list(layers), "dtype": dtype, "trust_remote_code": trust_remote_code}
         request.write_text(json.dumps(what), encoding="utf-8")
         np.savez(source, *sequences)
-        done = subprocess.run(
-            [sys.executable, "-m", "extract_core.engine.reference", str(request), str(source), str(result)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
+        command = [sys.executable, "-m", "extract_core.engine.reference", str(request), str(source), str(result)]
+        printed = _run(
+            command, environment, timeout_s, stop or threading.Event(), f"the Hugging Face forward of {model}"
         )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        if not result.exists():
+            lines = printed.strip().splitlines() or ["no message"]
             raise ReferenceFailedError(
-                f"the Hugging Face forward of {model} failed: {lines[-1]}", log_tail=done.stderr[-_TAIL:]
+                f"the Hugging Face forward of {model} failed: {lines[-1]}", log_tail=printed[-_TAIL:]
             )
         with np.load(result) as stored:
             return Reference([stored[f"rows{n}"] for n in range(len(sequences))], stored["greedy"].tolist())
-    except subprocess.TimeoutExpired as error:
-        printed: Any = error.stderr or ""  # bytes, even of a process that is read as text
-        raise ReferenceFailedError(
-            f"the Hugging Face forward of {model} was given up after {timeout_s:.0f} s",
-            log_tail=(printed.decode(errors="replace") if isinstance(printed, bytes) else printed)[-_TAIL:],
-        ) from error
     finally:
         for path in (request, source, result):
             path.unlink(missing_ok=True)
+
+
+def _run(command: list[str], environment: dict[str, str], timeout_s: float, stop: threading.Event, what: str) -> str:
+    """What the command printed as errors when it ended, however it ended."""
+    # The process ends with this one, also when this one is killed (guard.die_with_parent).
+    process = subprocess.Popen(
+        command,
+        env=environment | {guard.PARENT: str(os.getpid())},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    deadline = time.monotonic() + timeout_s
+    reason = ""
+    while True:
+        try:
+            _, printed = process.communicate(timeout=_LOOK_S)
+        except subprocess.TimeoutExpired:
+            if stop.is_set() or time.monotonic() > deadline:
+                reason = "was stopped" if stop.is_set() else f"was given up after {timeout_s:.0f} s"
+                process.kill()
+            continue
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        if reason:
+            raise ReferenceFailedError(f"{what} {reason}", log_tail=printed[-_TAIL:])
+        return printed
 
 
 def forward(
@@ -232,4 +256,5 @@ def main(request: str, source: str, result: str) -> None:
 
 
 if __name__ == "__main__":
+    guard.die_with_parent()
     main(*sys.argv[1:])

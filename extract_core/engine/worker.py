@@ -1,12 +1,14 @@
 """vLLM workers that hand the rows of every step to the writer.
 
 The override is of ``Worker.execute_model``: there the forward has been launched, nothing is inside a compiled region
-or a CUDA graph, and profiling and warm-up runs do not pass through it.
+or a CUDA graph. Warm-up passes through it too (runner V2), but no shard is open then.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,20 @@ from extract_core.engine.sink import RowSink, Span
 from extract_core.errors import CaptureError, CoresampleError, EngineIncompatibleError
 from extract_core.store.shard import ShardWriter
 from extract_core.store.unsealed import UnsealedShard
+
+
+def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps what a method failed with for ``capture_failure``; another process only gets the text of an exception."""
+
+    @wraps(method)
+    def call(self: CaptureMixin, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    return call
 
 
 class CaptureMixin:
@@ -71,6 +87,7 @@ class CaptureMixin:
                 threads=threads,
             )
 
+    @_recorded
     def capture_begin(self, path: str, rows: int, places: dict[str, tuple[int, int]]) -> None:
         """Start a shard file. ``places`` maps request id to (first row, rows)."""
         self._places = places
@@ -86,27 +103,23 @@ class CaptureMixin:
         )
         self._sink.open(self._writer, rows)
 
+    @_recorded  # with async scheduling a failure here is only logged
     @torch.inference_mode()  # the states are inference tensors: outside it they cannot be copied from in place
     def execute_model(self, scheduler_output: Any) -> Any:
         """One forward; its rows are taken before the step's state is consumed by ``sample_tokens``."""
+        counts = self._open and self._sink is not None and scheduler_output.total_num_scheduled_tokens > 0
+        if not counts:
+            return self._forward(scheduler_output)
+        self._capture.begin()
         try:
-            counts = self._open and self._sink is not None and scheduler_output.total_num_scheduled_tokens > 0
-            if not counts:
-                return self._forward(scheduler_output)
-            self._capture.begin()
-            try:
-                output = self._forward(scheduler_output)
-            finally:
-                self._capture.end()
-            state = self.model_runner.execute_model_state
-            if state is None:
-                raise CaptureError("a step ran but left no execute_model_state: its rows cannot be read")
-            self._take(scheduler_output, state)
-            return output
-        except BaseException as error:
-            # An executor may lose it: with async scheduling it is only logged, from another process it comes as text.
-            self._failure = error
-            raise
+            output = self._forward(scheduler_output)
+        finally:
+            self._capture.end()
+        state = self.model_runner.execute_model_state
+        if state is None:
+            raise CaptureError("a step ran but left no execute_model_state: its rows cannot be read")
+        self._take(scheduler_output, state)
+        return output
 
     def _forward(self, scheduler_output: Any) -> Any:
         with compat.current_config(self.vllm_config):
@@ -156,6 +169,7 @@ class CaptureMixin:
             "traceback": "".join(traceback.format_exception(error)),
         }
 
+    @_recorded
     def capture_end(self) -> dict[str, Any] | None:
         """Wait for the writer and close the file; returns counters and the requests whose rows did not all come."""
         self._open = False
@@ -167,6 +181,7 @@ class CaptureMixin:
         missing = [rid for rid, (first, rows) in self._places.items() if not covered[first : first + rows].all()]
         return {"missing": missing, "counters": self._sink.counters}
 
+    @_recorded
     def capture_next_tokens(self, path: str, rows: list[int]) -> list[int]:
         """``argmax(lm_head(norm(h_n)))`` of stored rows, read back from the shard file; h_n is the last layer id."""
         with UnsealedShard(Path(path)) as shard:

@@ -179,7 +179,12 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
         PreflightError, EngineError: nothing is extracted.
     """
     prompts = (ids.values.to_numpy() for table in job.plan.shards() for ids in table["token_ids"])
-    wanted = job.settings.preflight.reference
+    wanted = job.settings.preflight.reference if wants_reference(job.settings, job.model) else "never"
+    if wanted == "never" and not job.captures_last:
+        reporter().note(
+            "nothing compares these layers with the model's own output; add the layer last, or set preflight.reference "
+            "to always"
+        )
     engine.preflight = run_preflight(
         engine,
         list(islice(prompts, PROMPTS * SETS)),
@@ -188,7 +193,7 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
             n_layers=job.model.n_layers,
             compute_dtype=job.model.dtype,
             folder=folder.path,
-            reference=wanted if wants_reference(job.settings, job.model) else "never",
+            reference=wanted,
         ),
     )
     return engine.preflight

@@ -93,12 +93,16 @@ def _length(d: Demand, gpus: Sequence[Gpu], fits: Fits) -> str | None:
     return f"lower chat.max_length to {best} (now {d.max_model_len - 2})" if best else None
 
 
+def _reference(d: Demand, gpus: Sequence[Gpu], fits: Fits) -> str | None:
+    return "set preflight.reference to never" if d.reference and fits(replace(d, reference=0)) else None
+
+
 def _spool(d: Demand, gpus: Sequence[Gpu], fits: Fits) -> str | None:
     best = largest(lambda value: fits(replace(d, shard_bytes=value)), _MIB, d.shard_bytes - 1, _MIB)
     return f"lower store.shard_bytes to {best // _MIB}MiB, or set store.spool to a larger disk" if best else None
 
 
-_ALONE = (_kv_cache, _step_tokens, _tensor_parallel, _utilization, _pool, _length, _spool)
+_ALONE = (_reference, _kv_cache, _step_tokens, _tensor_parallel, _utilization, _pool, _length, _spool)
 
 
 def _together(d: Demand, fits: Fits) -> str | None:

@@ -127,9 +127,10 @@ def test_sigkill_from_outside_in_mid_shard(engine, tmp_path):
 def test_a_hung_engine_is_killed_and_named(engine, tmp_path):
     engine.ready()
     pid = engine.ready().pid
-    with pytest.raises(EngineHungError, match="no sign of life from the engine for 10 s"):
+    with pytest.raises(EngineHungError, match="no sign of life from the engine for 10 s") as caught:
         engine.extract(job(tmp_path, [saboteur.HANG, 1, 2]), lambda progress: None)
     assert gone(pid, 5)
+    assert "saboteur.py" in caught.value.engine_traceback and "execute_model" in caught.value.engine_traceback
 
 
 def test_an_empty_assertion_shows_its_line_and_traceback(engine, tmp_path):
@@ -140,6 +141,11 @@ def test_an_empty_assertion_shows_its_line_and_traceback(engine, tmp_path):
     assert "assert len(block_hashes)" in str(caught.value)
     assert "Traceback" in caught.value.engine_traceback
     assert "execute_model" in caught.value.engine_traceback
+    report = caught.value.report
+    assert report.in_flight == ("s0",)
+    assert set(report.versions) == {"vllm", "torch", "transformers"}
+    assert report.settings["max_num_batched_tokens"] == 256 and report.settings["enforce_eager"] is True
+    assert report.settings["extra"] == WORKER
 
 
 def test_missing_rows_are_never_kept(engine, tmp_path):

@@ -149,3 +149,15 @@ def test_blocks_are_found_beside_experts_and_towers() -> None:
         decoder_blocks(model, N)
     with pytest.raises(EngineIncompatibleError, match=r"found \[\]"):
         decoder_blocks(model, N + 1)
+
+
+@torch.inference_mode()
+def test_a_rule_is_not_guessed_from_states_that_are_not_finite() -> None:
+    model = Model("pair")
+    hooks = LayerHooks(model, [1], N, H)
+    model.model.layers[-1].mix.bias.fill_(torch.nan)
+    hooks.begin()
+    normed = model.model(torch.arange(TOKENS))
+    hooks.end()
+    with pytest.raises(CaptureError, match="not finite in any of 5 rows"):
+        hooks.states(model.model.norm, normed, TOKENS)

@@ -87,8 +87,30 @@ def test_one_wrong_row_shows() -> None:
     assert float(norm_error(norm, stream, normed[:3])) == float("inf")
 
 
-def test_rows_that_are_not_finite_prove_nothing() -> None:
-    rows = torch.ones(3, H)
-    rows[1, 2] = torch.nan
-    assert float(difference(rows, torch.ones(3, H))) == 0.0
-    assert torch.isnan(difference(torch.full((2, H), torch.nan), torch.ones(2, H)))
+def test_rows_of_a_stream_that_is_not_finite_prove_nothing() -> None:
+    norm, stream = _rms(), torch.randn(3, H)
+    stream[1, 2] = torch.nan
+    assert float(norm_error(norm, stream, norm(stream))) < 1e-6
+    assert torch.isnan(norm_error(norm, torch.full((2, H), torch.nan), torch.ones(2, H)))
+
+
+def test_a_finite_stream_under_an_output_that_is_not_is_wrong() -> None:
+    norm, stream = _rms(), torch.randn(3, H)
+    normed = norm(stream)
+    normed[1, 2] = torch.inf  # a stale buffer: what the model computed now overflowed
+    assert float(norm_error(norm, stream, normed)) == float("inf")
+    assert float(difference(normed, normed)) == 0.0
+
+
+def test_epsilon_is_part_of_the_check() -> None:
+    norm = _rms()
+    norm.norm_eps, norm.eps = 1e-2, None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-2) * norm.weight
+
+    norm.forward = forward
+    assert describe_norm(norm, H, torch.float32, CPU).epsilon == 0.01
+    del norm.norm_eps
+    with pytest.raises(EngineIncompatibleError, match="closest formula"):
+        describe_norm(norm, H, torch.float32, CPU)
