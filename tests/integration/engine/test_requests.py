@@ -86,5 +86,5 @@ def test_preflight_stops_a_broken_capture(engine: EngineSupervisor, tmp_path: Pa
 
 
 def test_preflight_catches_a_last_layer_that_is_not_the_last(engine: EngineSupervisor, tmp_path: Path) -> None:
-    with pytest.raises(PreflightError, match=r"next token for 0% of 4 prompts"):
+    with pytest.raises(PreflightError, match=r"norm of layer 4 differs from the model.s own output"):
         _preflight(engine, tmp_path, *[saboteur.EARLY] * 4)
