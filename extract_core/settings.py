@@ -38,7 +38,7 @@ from pydantic_settings import SettingsError as SettingsSourceError
 from extract_core.errors import SettingsError, shortened
 
 _PREFIX = "CORESAMPLE_"
-_OWN_VARIABLES = frozenset({"CORESAMPLE_ENGINE_FDS"})
+_OWN_VARIABLES = frozenset({"CORESAMPLE_ENGINE_FDS", "CORESAMPLE_ENGINE_PARENT"})
 """Variables that a process of ours sets for its child: settings of nobody, allowed everywhere."""
 
 _MOST_NODES = 100_000

@@ -195,7 +195,8 @@ class _Run:
         if not (self._entered or self._finished or self._steps > self._reported_steps):
             return
         now = time.monotonic()
-        if not force and now - self._last_report < _REPORT_EVERY_S:
+        # A sample is announced before the step that it may not survive, however soon that is.
+        if not (force or self._entered) and now - self._last_report < _REPORT_EVERY_S:
             return
         self._reported_steps = self._steps
         self._report(Progress(self._entered, self._finished, self._done_tokens, self._steps))

@@ -144,6 +144,7 @@ def capture_shard(
                     f"rather the engine or the machine. Last: {error}",
                     engine_traceback=error.engine_traceback,
                     log_tail=error.log_tail,
+                    report=error.report,
                 ) from error
             reporter().note(f"shard {shard}: {error}; replacing the engine")
             continue
