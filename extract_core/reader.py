@@ -19,9 +19,9 @@ from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.store import layout
 from extract_core.store.index import read_index
 from extract_core.store.norms import StoredNorm, read_norm
-from extract_core.store.root import Root
 from extract_core.store.shard import ShardReader
-from extract_core.store.versions import parse_ref, read_manifest
+from extract_core.store.tags import open_ref, tagged_version
+from extract_core.store.versions import read_manifest
 
 _OPEN_SHARDS = 64
 
@@ -35,8 +35,8 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     never changes the file). Safe in DataLoader workers, forked or spawned.
 
     Args:
-        root: folder or URL, also ``ROOT@VERSION``.
-        version: a number, "latest", or None for what ``root`` says.
+        root: folder or URL, also ``ROOT@VERSION`` and ``ROOT@TAG``.
+        version: a number, a tag, "latest", or None for what ``root`` says.
         split: only samples of this split.
         layers: only these layer ids, in this order.
         dtype: convert the states; as stored when None.
@@ -59,14 +59,12 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         verify: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        url, named = parse_ref(str(root))
-        number = named
+        self.root, number = open_ref(str(root), storage_options)
         if version is not None and version != "latest":
             try:
                 number = int(version)
             except ValueError:
-                raise SettingsError(f"version {version!r} is neither a number nor 'latest'") from None
-        self.root = Root.open(url, storage_options)
+                number = tagged_version(self.root, str(version))
         self.manifest = read_manifest(self.root, number)
         stored = self.manifest.layer_ids
         unknown = sorted(set(layers or ()).difference(stored))

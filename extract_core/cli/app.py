@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from extract_core.cli import dataset, machine, work
+from extract_core.cli import dataset, machine, versions, work
 from extract_core.cli.common import emit_error, on_sigterm
 
 
@@ -69,6 +69,10 @@ app.command("run")(work.run)
 app.command("status")(dataset.status)
 app.command("verify")(dataset.verify)
 app.command("inspect")(dataset.inspect)
+app.command("versions")(versions.versions)
+app.command("tag")(versions.tag)
+app.command("diff")(versions.diff)
+app.command("gc")(versions.gc)
 
 
 def main() -> None:

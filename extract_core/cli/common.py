@@ -54,7 +54,8 @@ SetOption = Annotated[
     ),
 ]
 DatasetArgument = Annotated[
-    str, typer.Argument(metavar="ROOT[@VERSION]", help="A folder or URL such as s3://bucket/prefix, and a version.")
+    str,
+    typer.Argument(metavar="ROOT[@VERSION]", help="A folder or URL such as s3://bucket/prefix; a version or a tag."),
 ]
 StorageOption = Annotated[
     list[str] | None,
@@ -274,20 +275,19 @@ def load(job_file: str, pairs: list[str] | None, root: str | None) -> Any:
 
 
 def open_dataset(ref: str, storage: list[str] | None, job_file: str | None) -> tuple[Root, int | None]:
-    """Root and version of ``ROOT[@VERSION]``; the version is None for the latest.
+    """Root and version of ``ROOT[@VERSION]`` or ``ROOT@TAG``; the version is None for the latest.
 
     Raises:
         SettingsError: malformed, or a local root that does not exist.
     """
-    from extract_core.store.root import Root
-    from extract_core.store.versions import no_version_in, parse_ref
+    from extract_core.store.tags import open_ref
+    from extract_core.store.versions import no_version_in
 
-    url, version = parse_ref(ref)
     options: dict[str, Any] = {}
     if job_file is not None:
         options |= load(job_file, None, None).store.storage_options
     options |= parse_pairs(storage, "--storage-option")
-    root = Root.open(url, options)
+    root, version = open_ref(ref, options)
     path = root.local_path("")
     if path is not None and not path.exists():
         wrong = no_version_in(ref) if version is None else ""

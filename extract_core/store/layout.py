@@ -15,12 +15,16 @@ INDEXES = "indexes"
 REPORTS = "reports"
 PLANS = "plans"
 VERSIONS = "versions"
+TAGS = "tags"
 PROBES = ".probe"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,64}")
+_LAYOUT = re.compile(r"plan-[0-9a-f]{16}\.parquet")
 _COMMIT = re.compile(r"(\d{5,})\.json")
 _VERSION = re.compile(r"(\d{6,})\.json")
+_TAG = re.compile(r"(?!latest$)(?![0-9]+$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OBJECT = re.compile(r"([0-9a-f]{64})\.[a-z0-9.]{1,20}")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,119}")
 
 
@@ -112,3 +116,42 @@ def manifest_version(name: str) -> int | None:
     """The version in the file name of a manifest; None for any other name."""
     match = _VERSION.fullmatch(name)
     return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def is_tag_name(name: str) -> bool:
+    """Whether a version can be called so: 64 characters of A-Z a-z 0-9 . _ -, and neither a number nor "latest"."""
+    return _TAG.fullmatch(name) is not None
+
+
+def tag_path(name: str) -> str:
+    """The record of a tag, e.g. ``tags/baseline.json``."""
+    if not is_tag_name(name):
+        raise ValueError(f"{name!r} is no name for a tag")
+    return f"{TAGS}/{name}.json"
+
+
+def tag_name(file_name: str) -> str | None:
+    """The tag in the file name of its record; None for any other name."""
+    name = file_name.removesuffix(".json")
+    return name if name != file_name and is_tag_name(name) else None
+
+
+def object_digest(name: str) -> str | None:
+    """The digest in the file name of a shard, norm, index or report; None for any other name."""
+    match = _OBJECT.fullmatch(name)
+    return match[1] if match else None
+
+
+def retired_path(fingerprint: str) -> str:
+    """Says that ``gc`` is removing the plan, so that another gc finishes it."""
+    return f"{_plan(fingerprint)}/retired.json"
+
+
+def is_fingerprint(name: str) -> bool:
+    """Whether a folder below ``plans/`` is a plan's."""
+    return _FINGERPRINT.fullmatch(name) is not None
+
+
+def is_plan_layout(name: str) -> bool:
+    """Whether a file of a plan's folder is a shard layout."""
+    return _LAYOUT.fullmatch(name) is not None

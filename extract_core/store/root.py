@@ -19,7 +19,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from extract_core.errors import (
     StoreUnavailableError,
     shortened,
 )
+from extract_core.store import listing
 from extract_core.store.layout import PLANS, PROBES, VERSIONS
 
 TEMP_PREFIX = ".tmp-"
@@ -376,6 +377,68 @@ class Root:
         except FileNotFoundError:
             return []
         return sorted(name for name in names if not name.startswith(TEMP_PREFIX))
+
+    def entries(self, rel_dir: str) -> Sequence[listing.Entry]:
+        """Every object in a folder and below it, temporary files too, with size and time; asked anew each time.
+
+        Links inside the folder are not followed and not listed. Empty when the folder is absent.
+
+        Raises:
+            StoreError: it cannot be listed.
+        """
+        try:
+            with self._reading(rel_dir, action="list"):
+                if (path := self.local_path(rel_dir)) is not None:
+                    return listing.local_entries(path, rel_dir)
+                return listing.remote_entries(*self._target(rel_dir), rel_dir)
+        except FileNotFoundError:
+            return []
+
+    def modified(self, rel: str) -> float | None:
+        """When an object was written, as the store says (seconds since 1970); None where it is absent or not told.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+        try:
+            with self._reading(rel):
+                if (path := self.local_path(rel)) is not None:
+                    return path.lstat().st_mtime
+                fs, target = self._target(rel)
+                return listing.time_of(fs, target, fs.info(target))
+        except FileNotFoundError:
+            return None
+
+    def unfinished_uploads(self) -> Sequence[listing.Upload]:
+        """Multipart uploads that were begun below the root and not completed; empty where the client cannot tell.
+
+        Raises:
+            StoreError: the store refuses to list them.
+        """
+        if self._local is not None:
+            return []
+        with self._reading("", action="list unfinished uploads of"):
+            return listing.unfinished_uploads(*self._target(""))
+
+    def abort_upload(self, upload: listing.Upload) -> None:
+        """End an unfinished upload and free its parts; one that is gone is no error."""
+        try:
+            listing.abort_upload(*self._target(""), upload)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise failure(error, "abort the upload of", self.describe(upload.path)) from error
+
+    def delete_empty_folder(self, rel_dir: str) -> bool:
+        """Remove a local folder if nothing is in it; object stores have no folders."""
+        path = self.local_path(rel_dir)
+        if path is None or not rel_dir or path.is_symlink():
+            return False
+        try:
+            path.rmdir()
+        except OSError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def _reading(self, rel: str, action: str = "read") -> Iterator[None]:

@@ -32,6 +32,8 @@ _REF = re.compile(r"(?P<root>.+)@(?P<version>[0-9]{1,18}|latest)", re.DOTALL)
 def parse_ref(ref: str) -> tuple[str, int | None]:
     """Split ``ROOT@VERSION``; the version is None for the latest one (``ROOT`` or ``ROOT@latest``).
 
+    Tags are left in the root, since only the root can tell which there are: ``tags.open_ref`` knows them.
+
     A local folder of exactly this name is the root, unless there is one of the name before the ``@`` as well.
 
     Raises:
@@ -42,7 +44,7 @@ def parse_ref(ref: str) -> tuple[str, int | None]:
         if not ref.strip():
             raise SettingsError("the dataset is empty; write ROOT or ROOT@VERSION, e.g. s3://bucket/data@3")
         return ref, None
-    if _is_folder(ref) and not _is_folder(match["root"]):
+    if is_folder(ref) and not is_folder(match["root"]):
         return ref, None
     if match["version"] == "latest":
         return match["root"], None
@@ -63,7 +65,8 @@ def no_version_in(ref: str) -> str:
     )
 
 
-def _is_folder(text: str) -> bool:
+def is_folder(text: str) -> bool:
+    """Whether there is a local folder of this name."""
     try:
         return "://" not in text and Path(os.path.expanduser(text)).is_dir()  # noqa: PTH111 -- pathlib's raises
     except (OSError, ValueError):
