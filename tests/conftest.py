@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo import prepare
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +38,12 @@ def demo_model(demo_dir: Path) -> Path:
         return prepare.prepare_model(demo_dir)
     except prepare.PrepareError as error:
         pytest.fail(str(error), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of a random Llama of 4 blocks with a tokenizer (tests/tiny.py); not to be changed."""
+    return tiny.make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from extract_core.engine.hooks import LayerHooks, decoder_blocks
-from extract_core.engine.norm import difference, final_norm, norm_error, tolerance
+from extract_core.engine.norm import difference, final_norm, norm_error, spread_rows, tolerance
 from extract_core.errors import CaptureError, EngineIncompatibleError, LayerIdError
-
-_PROOF_ROWS = 64
 
 
 class LayerCapture:
@@ -35,13 +33,14 @@ class LayerCapture:
 
     def __init__(self, model_runner: Any, layer_ids: Sequence[int], *, n: int, hidden_size: int, hooks: bool):
         self.model = model_runner.get_model()
-        self.norm = final_norm(*decoder_blocks(self.model, n))
+        holder, blocks = decoder_blocks(self.model, n)
+        self.norm = final_norm(holder, blocks)
         self._dtype = model_runner.model_config.dtype
         self._worst: torch.Tensor | None = None
         self._ids, self._n, self._hidden_size = list(layer_ids), n, hidden_size
         self._hooks: LayerHooks | None = None
         if hooks:
-            self._hooks = LayerHooks(self.model, layer_ids, n, hidden_size)
+            self._hooks = LayerHooks(blocks, layer_ids, hidden_size)
             return
         if not hasattr(self.model, "set_aux_hidden_state_layers"):
             raise EngineIncompatibleError(
@@ -90,8 +89,7 @@ class LayerCapture:
         """
         if self._ids[-1] != self._n:
             return
-        # Spread over the whole step: a stale or misplaced part shows wherever it lies.
-        rows = torch.linspace(0, tokens - 1, min(tokens, _PROOF_ROWS), device=states[-1].device).round().long()
+        rows = spread_rows(tokens, states[-1].device)
         stream, normed = states[-1][rows], state.hidden_states[rows]
         error = norm_error(self.norm, stream, normed)
         self._worst = error if self._worst is None else torch.fmax(self._worst, error)

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from extract_core.engine.protocol import EngineSpec
@@ -84,8 +85,8 @@ def build_core(spec: EngineSpec) -> EngineCore:
         _set_cpu_cache(result, arguments.get("kv_cache_memory_bytes"))
         return result
 
-    vllm_config = config(capture="native", eager=eager)
-    if choose_capture(spec, vllm_config.model_config) == "hooks":
+    vllm_config = None if spec.capture == "hooks" else config(capture="native", eager=eager)
+    if vllm_config is None or choose_capture(spec, vllm_config.model_config) == "hooks":
         if spec.enforce_eager is False:
             raise EngineIncompatibleError(
                 "these layers need hooks on the decoder blocks, which need eager mode; set engine.enforce_eager to "
@@ -110,6 +111,7 @@ def current_config(vllm_config: Any) -> AbstractContextManager[Any]:
     return context
 
 
+@cache
 def _release() -> tuple[int, ...]:
     import vllm
 
@@ -239,13 +241,11 @@ def block_count(model_config: Any) -> int:
 
 
 def choose_capture(spec: EngineSpec, model_config: Any) -> str:
-    """``"native"`` or ``"hooks"``: native where the model class reaches every layer id by itself.
+    """``"native"`` or ``"hooks"``, for a job that does not ask for hooks: native where its class reaches every layer.
 
     Raises:
         LayerIdError: native was asked for and does not reach a layer.
     """
-    if spec.capture == "hooks":
-        return "hooks"
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     model_class, _ = get_model_architecture(model_config)

@@ -42,13 +42,6 @@ class EngineDriver:
         if self.final_norm is None:
             self.info["final_norm"] = norm["unknown"]
 
-    def _run(self, run: _Run, ids: dict[str, JobSample], alone: set[str]) -> None:
-        for rid, sample in ids.items():
-            if sample.sample_id in alone:
-                run.feed([(rid, sample)], ahead=1, announce=True)
-        run.feed(((rid, s) for rid, s in ids.items() if s.sample_id not in alone), ahead=self._ahead)
-        run.drain()
-
     def _raise_worker_failure(self, error: BaseException) -> None:
         """What a worker process failed with, in place of the text that the executor makes of it.
 
@@ -113,7 +106,12 @@ class EngineDriver:
         places = {rid: (s.first_row, len(s.token_ids) // 4) for rid, s in ids.items()}
         self._rpc("capture_begin", job.path, job.rows, places)
         run = _Run(self.core, report)
-        self._run(run, ids, set(job.solo))
+        alone = set(job.solo)
+        for rid, sample in ids.items():
+            if sample.sample_id in alone:
+                run.feed([(rid, sample)], ahead=1, announce=True)
+        run.feed(((rid, s) for rid, s in ids.items() if s.sample_id not in alone), ahead=self._ahead)
+        run.drain()
         engine_s = time.perf_counter() - started
         ended = next(result for result in self._rpc("capture_end") if result is not None)
         if ended["missing"]:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from extract_core.engine.norm import norm_error, tolerance
+from extract_core.engine.norm import norm_error, spread_rows, tolerance
 from extract_core.errors import CaptureError, EngineIncompatibleError
 
-_RULE_ROWS = 64
 _OTHER_STACKS = ("vision", "visual", "audio", "image", "mtp", "draft")
 
 
@@ -51,17 +50,13 @@ class LayerHooks:
     only: inside a compiled graph a hook fires once or never.
 
     Args:
-        model: the model as the runner holds it.
+        blocks: the model's decoder blocks.
         layer_ids: ascending.
-        n: number of decoder blocks.
         hidden_size: H.
-
-    Raises:
-        EngineIncompatibleError: the decoder blocks were not found.
     """
 
-    def __init__(self, model: torch.nn.Module, layer_ids: Sequence[int], n: int, hidden_size: int):
-        _, blocks = decoder_blocks(model, n)
+    def __init__(self, blocks: torch.nn.ModuleList, layer_ids: Sequence[int], hidden_size: int):
+        n = len(blocks)
         self._ids, self._n, self._hidden_size = list(layer_ids), n, hidden_size
         self._active = False
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -114,7 +109,7 @@ class LayerHooks:
 
     def _decide(self, norm: torch.nn.Module, normed: torch.Tensor, tokens: int) -> None:
         hidden, residual = self._taken[self._n]
-        rows = torch.linspace(0, tokens - 1, min(tokens, _RULE_ROWS), device=hidden.device).round().long()
+        rows = spread_rows(tokens, hidden.device)
         hidden, residual = hidden[rows], None if residual is None else residual[rows]
         rules = (True, False) if residual is not None else (True,)
         errors = {adds: float(norm_error(norm, _sum(hidden, residual, adds), normed[rows])) for adds in rules}

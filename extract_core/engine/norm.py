@@ -11,6 +11,8 @@ from extract_core.engine.protocol import FinalNorm
 from extract_core.errors import EngineIncompatibleError
 from extract_core.store.norms import norm_formula
 
+_PROOF_ROWS = 64
+
 
 def final_norm(holder: torch.nn.Module, blocks: torch.nn.ModuleList) -> torch.nn.Module:
     """The norm between block n and lm_head: the last norm beside the decoder blocks.
@@ -28,6 +30,11 @@ def final_norm(holder: torch.nn.Module, blocks: torch.nn.ModuleList) -> torch.nn
     # One that stands before the blocks may be a norm of the embeddings; OPT registers its final norm there.
     chosen = [i for i in norms if i > after] or norms
     return holder._modules[names[chosen[-1]]] or torch.nn.Identity() if chosen else torch.nn.Identity()
+
+
+def spread_rows(tokens: int, device: torch.device) -> torch.Tensor:
+    """Positions of up to 64 rows over a whole step: a stale or misplaced part shows wherever it lies."""
+    return torch.linspace(0, tokens - 1, min(tokens, _PROOF_ROWS), device=device).round().long()
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from extract_core.checks.rows import RowFailure, check_sample_rows
-from extract_core.engine.protocol import JobSample, ShardDone, ShardJob
+from extract_core.engine.protocol import ShardDone, ShardJob, laid_out
 from extract_core.engine.reference import Reference, ReferenceFailedError, compute
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import CaptureError, EngineCrashedError, PreflightError
@@ -29,16 +29,14 @@ PROMPTS, TOKENS, SETS = 4, 160, 3
 CHUNK_TOLERANCE = {"float32": 5e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest relative difference, at the 90th percentile of rows, between a prefill in chunks and a whole one. A chunk
 that misses its context is off by about 1; single rows may differ more where a mixture's router is near a tie."""
-_REFERENCE_S = 900
 STORE_ROUNDING = {"float32": 0.0, "bfloat16": 4e-3, "float16": 5e-4}
 """What rounding to the stored dtype adds at most (half a unit in the last place of the mantissa, relative)."""
 LEAST_AGREEMENT = 0.5
 """Of a handful of prompts one or two may sit at a tie of two tokens; a wrong layer or norm agrees on none."""
-
-
 REFERENCE_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}
 """Largest relative difference to a float32 Hugging Face forward, median of rows, at any layer. A GPU's float32 products
 are shorter than float32 (1.5e-3 measured on six blocks); a wrong layer shows by being nearer to another id."""
+_REFERENCE_S = 900
 
 Prompts = Sequence[np.ndarray[Any, np.dtype[np.int32]]]
 
@@ -201,14 +199,11 @@ def _capture(
 ) -> tuple[list[np.ndarray[Any, Any]], ShardDone]:
     import torch
 
-    samples, first = [], 0
-    for number, ids in enumerate(prompts):
-        samples.append(JobSample(f"probe-{number}", first, ids.astype("<i4").tobytes()))
-        first += len(ids)
+    samples, tokens = laid_out(prompts, "probe-")
     attempt = uuid.uuid4().hex
     path = probe.folder / f"preflight-{attempt}.tmp"
     try:
-        job = ShardJob(attempt, str(path), first, samples, want_top1=probe.captures_last, chunk=chunk)
+        job = ShardJob(attempt, str(path), tokens, samples, want_top1=probe.captures_last, chunk=chunk)
         try:
             done = engine.extract(job, lambda progress: None)
         except CaptureError as error:

@@ -6,10 +6,12 @@ bytes. Requests go host -> engine, events go engine -> host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from extract_core.errors import EngineError
 
@@ -51,6 +53,16 @@ class JobSample(msgspec.Struct, frozen=True, array_like=True):
     sample_id: str
     first_row: int
     token_ids: bytes
+
+
+def laid_out(sequences: Iterable[Any], prefix: str) -> tuple[list[JobSample], int]:
+    """Samples of integer token ids, one after another from row 0 on and named by number, and the rows of them all."""
+    samples: list[JobSample] = []
+    first = 0
+    for number, ids in enumerate(sequences):
+        samples.append(JobSample(f"{prefix}{number}", first, np.asarray(ids, dtype="<i4").tobytes()))
+        first += len(ids)
+    return samples, first
 
 
 class ShardJob(msgspec.Struct, frozen=True, tag=True):

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from extract_core.engine import guard
+from extract_core.engine.hooks import decoder_blocks
 from extract_core.errors import EngineError, LayerIdError
 
 Ids = np.ndarray[Any, np.dtype[Any]]
@@ -45,22 +46,6 @@ class Reference:
 
     rows: list[Rows]
     greedy: list[int]
-
-
-def hidden_states(
-    model: Path,
-    sequences: Sequence[Ids],
-    layers: Sequence[int],
-    folder: Path,
-    *,
-    dtype: str = "float32",
-    trust_remote_code: bool = False,
-    timeout_s: float = 1800,
-) -> list[Rows]:
-    """Float32 states ``[N, L, H]`` of each sequence, layer n before the final norm; arguments as in ``compute``."""
-    return compute(
-        model, sequences, layers, folder, dtype=dtype, trust_remote_code=trust_remote_code, timeout_s=timeout_s
-    ).rows
 
 
 def compute(
@@ -157,12 +142,13 @@ def forward(
 
     Raises:
         LayerIdError: an id is not in 0..n.
+        EngineIncompatibleError: the decoder blocks were not found.
     """
     import torch
 
     model = _load(model_path, dtype, trust_remote_code)
-    blocks = decoder_blocks(model)
-    n = len(blocks)
+    n = model.config.get_text_config().num_hidden_layers
+    _, blocks = decoder_blocks(model, n)
     if not set(layers) <= set(range(n + 1)):
         raise LayerIdError(f"layers {list(layers)} are not all in 0..{n}")
     seen: dict[int, Any] = {}
@@ -192,23 +178,6 @@ def forward(
             if getattr(output, "logits", None) is not None:
                 greedy.append(int(output.logits[0, -1].argmax()))
     return Reference(rows, greedy)
-
-
-def decoder_blocks(model: Any) -> Any:
-    """The list of decoder blocks of a Hugging Face model, which for one with images is that of its text side.
-
-    Raises:
-        ReferenceFailedError: no list has as many modules as the configuration has blocks.
-    """
-    import torch
-
-    count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():  # outer modules first: experts come after the blocks that hold them
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            if any(part in name for part in ("vision", "visual", "audio")):
-                continue
-            return module
-    raise ReferenceFailedError(f"{type(model).__name__} has no list of {count} decoder blocks")
 
 
 def _load(model_path: str, dtype: str, trust_remote_code: bool) -> Any:

@@ -23,7 +23,7 @@ from extract_core.planning.memory import wants_reference
 from extract_core.progress import reporter
 from extract_core.spool import RunFolder
 from extract_core.store.commits import read_commits
-from extract_core.store.objects import lost_objects
+from extract_core.store.objects import lost_by_commits
 from extract_core.store.records import (
     CommitRecord,
     Excluded,
@@ -73,7 +73,7 @@ def open_shards(job: Job) -> list[int]:
     same name, and the version is whole again. A lost final norm comes back with the first shard that refers to it.
     """
     commits = read_commits(job.root, job.plan.fingerprint)
-    lost = lost_objects(job.root, {path: size for commit in commits.values() for path, size in commit.objects.items()})
+    lost = lost_by_commits(job.root, commits.values())
     again: dict[str, int] = {}
     for shard, commit in sorted(commits.items()):
         for path in lost.keys() & commit.objects.keys():

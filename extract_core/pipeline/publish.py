@@ -21,7 +21,7 @@ from extract_core.job import Job, new_attempt
 from extract_core.store import layout
 from extract_core.store.commits import read_commits
 from extract_core.store.index import INDEX_SCHEMA, write_index
-from extract_core.store.objects import lost_objects
+from extract_core.store.objects import lost_by_commits
 from extract_core.store.records import (
     Accounting,
     CommitRecord,
@@ -87,7 +87,7 @@ def validate(job: Job) -> CheckReport:
 
 def _stored_whole(job: Job, commits: dict[int, CommitRecord]) -> None:
     """Every file that a commit record names is there and has its size; its bytes are for ``verify``."""
-    lost = lost_objects(job.root, {path: size for commit in commits.values() for path, size in commit.objects.items()})
+    lost = lost_by_commits(job.root, commits.values())
     for shard, commit in sorted(commits.items()):
         for path in sorted(lost.keys() & commit.objects.keys()):
             raise CorruptDataError(

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
+from extract_core.store.objects import read_object
 from extract_core.store.records import IndexRef, Manifest
 from extract_core.store.root import TEMP_PREFIX, Root, failure
 
@@ -98,16 +99,8 @@ def read_index(root: Root, manifest: Manifest) -> pa.Table:
         CorruptDataError: it is missing, or differs from what the manifest says.
     """
     ref, where = manifest.index, root.describe(manifest.index.path)
-    try:
-        data = root.read_bytes(ref.path)
-    except FileNotFoundError:
-        raise CorruptDataError(f"index {where} of version {manifest.version} is missing") from None
-    found = hashlib.sha256(data).hexdigest()
-    if found != ref.sha256 or len(data) != ref.nbytes:
-        raise CorruptDataError(
-            f"index {where} is damaged: expected {ref.nbytes} bytes with sha256 {ref.sha256}, "
-            f"found {len(data)} bytes with {found}"
-        )
+    owner = f" of version {manifest.version}"
+    data = read_object(root, ref.path, sha256=ref.sha256, nbytes=ref.nbytes, what="index", owner=owner)
     try:
         table = pq.read_table(io.BytesIO(data))
     except (pa.ArrowInvalid, OSError) as error:

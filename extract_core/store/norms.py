@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
+from extract_core.store.objects import read_object
 from extract_core.store.records import FinalNormRef
 from extract_core.store.root import Root
 
@@ -199,16 +200,7 @@ def read_norm(root: Root, ref: FinalNormRef, hidden_size: int) -> StoredNorm:
     if ref.path is None:
         return StoredNorm("none")
     where = root.describe(ref.path)
-    try:
-        data = root.read_bytes(ref.path)
-    except FileNotFoundError:
-        raise CorruptDataError(f"final norm {where} is missing") from None
-    found = hashlib.sha256(data).hexdigest()
-    if found != ref.sha256 or len(data) != ref.nbytes:
-        raise CorruptDataError(
-            f"final norm {where} is damaged: expected {ref.nbytes} bytes with sha256 {ref.sha256}, "
-            f"found {len(data)} bytes with {found}"
-        )
+    data = read_object(root, ref.path, sha256=ref.sha256, nbytes=ref.nbytes, what="final norm")
     norm = decode_norm(data, where)
     expected = (ref.kind, ref.epsilon, ref.offset, hidden_size)
     if (norm.kind, norm.epsilon, norm.offset, norm.hidden_size) != expected:

@@ -232,18 +232,15 @@ def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _round(driver: Any, name: str, folder: Path) -> dict[str, Any]:
-    from extract_core.engine.protocol import JobSample, ShardJob
+    from extract_core.engine.protocol import ShardJob, laid_out
     from extract_core.store.unsealed import UnsealedShard
 
-    samples, first = [], 0
-    for number, ids in enumerate(prompts()):
-        samples.append(JobSample(f"s{number}", first, ids.astype("<i4").tobytes()))
-        first += len(ids)
+    samples, total = laid_out(prompts(), "s")
     path = folder / f"{name}.tmp"
     job = ShardJob(
         attempt=name,
         path=str(path),
-        rows=first,
+        rows=total,
         samples=samples,
         solo=[s.sample_id for s in samples] if name == "solo" else [],
         want_top1=BLOCKS in driver.spec.layer_ids,
@@ -251,10 +248,10 @@ def _round(driver: Any, name: str, folder: Path) -> dict[str, Any]:
     )
     done = driver.extract(job, lambda progress: None)
     with UnsealedShard(path) as shard:
-        rows = shard.rows(0, first).float().numpy()
-        echo = shard.token_ids(0, first).numpy()
+        rows = shard.rows(0, total).float().numpy()
+        echo = shard.token_ids(0, total).numpy()
     np.testing.assert_array_equal(echo, np.concatenate(prompts()))
-    assert done.counters["rows"] == first and done.counters["rows_again"] == 0, done.counters
+    assert done.counters["rows"] == total and done.counters["rows_again"] == 0, done.counters
     np.save(folder / f"{name}.npy", rows)
     order = [s.sample_id for s in samples]
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,6 @@ from tests import tiny
 from tests.integration.engine import saboteur
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return tiny.make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +39,7 @@ def artifacts() -> list[tuple[str, str]]:
     return [(item["type"], item["key"]) for item in found]
 
 
-def test_a_run_reads_well_and_survives_its_engine(model, tmp_path, monkeypatch) -> None:
+def test_a_run_reads_well_and_survives_its_engine(tiny_model, tmp_path, monkeypatch) -> None:
     """One engine death in mid-run: the engine is replaced, every task runs once, the dataset is whole."""
     from extract_core.settings import load_job
     from extract_core.store.root import Root
@@ -59,7 +53,7 @@ def test_a_run_reads_well_and_survives_its_engine(model, tmp_path, monkeypatch) 
     data.write_text("".join(f'{{"input_ids": {ids}}}\n' for ids in rows))
     job = tiny.write_job(
         tmp_path / "job.yaml",
-        model=model,
+        model=tiny_model,
         chats=data,
         root=tmp_path / "root",
         store={"shard_bytes": "1MiB"},
@@ -92,14 +86,14 @@ def test_a_run_reads_well_and_survives_its_engine(model, tmp_path, monkeypatch) 
     assert again.manifest == result.manifest
 
 
-def test_a_mistake_is_not_retried(model, tmp_path) -> None:
+def test_a_mistake_is_not_retried(tiny_model, tmp_path) -> None:
     from extract_core.errors import InputDataError
     from extract_core.settings import load_job
     from flows.extract import run_flow
 
     bad = tmp_path / "bad.jsonl"
     bad.write_text("not json\n" * 3)
-    job = tiny.write_job(tmp_path / "job.yaml", model=model, chats=bad, root=tmp_path / "root")
+    job = tiny.write_job(tmp_path / "job.yaml", model=tiny_model, chats=bad, root=tmp_path / "root")
     before = len(runs())
     with pytest.raises(InputDataError, match="not_json"):
         run_flow(load_job(job))

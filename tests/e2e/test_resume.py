@@ -22,11 +22,6 @@ CHATS = 120
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return tiny.make_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
     return tiny.write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", CHATS)
 
@@ -50,9 +45,9 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("flags", [["--no-prefect"], []], ids=["plain loop", "prefect flow"])
-def test_killed_and_run_again(flags: list[str], model: Path, chats: Path, tmp_path: Path) -> None:
+def test_killed_and_run_again(flags: list[str], tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    job = tiny.write_job(tmp_path / "job.yaml", model=model, chats=chats, root=root, store={"shard_bytes": "1MiB"})
+    job = tiny.write_job(tmp_path / "job.yaml", model=tiny_model, chats=chats, root=root, store={"shard_bytes": "1MiB"})
     process = started(tmp_path, "run", str(job), *flags)
     deadline = time.monotonic() + 240
     while len(commits(root)) < 2:

@@ -31,19 +31,18 @@ def bucket(monkeypatch) -> Iterator[dict[str, Any]]:
     server.stop()
 
 
-def test_a_job_into_a_bucket(bucket: dict[str, Any], tmp_path: Path) -> None:
+def test_a_job_into_a_bucket(tiny_model, bucket: dict[str, Any], tmp_path: Path) -> None:
     from extract_core import local
     from extract_core.reader import HiddenStatesDataset
     from extract_core.settings import load_job
     from extract_core.store.root import Root
     from extract_core.store.verify import verify
 
-    model = tiny.make_model(tmp_path / "model")
     chats = tiny.write_chats(tmp_path / "chats.jsonl", 30)
     url = "s3://coresample-e2e/team/data"
     job = tiny.write_job(
         tmp_path / "job.yaml",
-        model=model,
+        model=tiny_model,
         chats=chats,
         root=Path("unused"),
         store={"shard_bytes": "1MiB", "spool": str(tmp_path / "spool"), "storage_options": bucket},

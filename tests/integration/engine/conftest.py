@@ -12,7 +12,7 @@ import pytest
 
 from extract_core.chat import Sample, load_chat_tokenizer, read_samples
 from extract_core.engine import reference
-from extract_core.engine.protocol import EngineSpec, JobSample, ShardDone, ShardJob
+from extract_core.engine.protocol import EngineSpec, ShardDone, ShardJob, laid_out
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.settings import ChatSettings, DataSettings, ModelSettings
 from extract_core.store.unsealed import UnsealedShard
@@ -36,13 +36,10 @@ Capturer = Callable[..., Capture]
 
 def run_job(engine: EngineSupervisor, folder: Path, sequences: Sequence[np.ndarray], *, solo: bool = False) -> Capture:
     """Capture ``sequences`` as one shard; with ``solo`` one at a time."""
-    samples, first = [], 0
-    for n, ids in enumerate(sequences):
-        samples.append(JobSample(f"s{n}", first, ids.astype("<i4").tobytes()))
-        first += len(ids)
+    samples, total = laid_out(sequences, "s")
     attempt = uuid.uuid4().hex
     path = folder / f"{attempt}.tmp"
-    job = ShardJob(attempt, str(path), first, samples, solo=[s.sample_id for s in samples] if solo else [])
+    job = ShardJob(attempt, str(path), total, samples, solo=[s.sample_id for s in samples] if solo else [])
     done = engine.extract(job, lambda progress: None)
     with UnsealedShard(path) as shard:
         rows = [shard.rows(s.first_row, len(ids)).float().numpy() for s, ids in zip(samples, sequences, strict=True)]
@@ -73,7 +70,7 @@ def hf_rows(
     demo_model: Path, sequences: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory
 ) -> list[np.ndarray]:
     """Float32 Hugging Face rows of the chats at ``LAYERS``, layer n before the final norm."""
-    return reference.hidden_states(demo_model, sequences, LAYERS, tmp_path_factory.mktemp("reference"))
+    return reference.compute(demo_model, sequences, LAYERS, tmp_path_factory.mktemp("reference")).rows
 
 
 def _engine(model: Path, folder: Path, **settings: object) -> EngineSupervisor:

@@ -13,13 +13,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from extract_core import local
 from extract_core.engine.process import EngineProcess
-from extract_core.engine.protocol import EngineSpec, JobSample, ShardJob
+from extract_core.engine.protocol import EngineSpec, ShardJob, laid_out
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import (
     CaptureError,
@@ -40,11 +39,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 WORKER = {"worker_cls": "tests.integration.engine.saboteur.Saboteur"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return tiny.make_model(tmp_path_factory.mktemp("tiny"))
-
-
 def spec(model: Path, **changes) -> EngineSpec:
     base = {
         "model": str(model),
@@ -60,18 +54,15 @@ def spec(model: Path, **changes) -> EngineSpec:
 
 
 @pytest.fixture
-def engine(model, tmp_path) -> Iterator[EngineSupervisor]:
-    with EngineSupervisor(spec(model), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10) as supervisor:
+def engine(tiny_model, tmp_path) -> Iterator[EngineSupervisor]:
+    with EngineSupervisor(spec(tiny_model), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10) as supervisor:
         yield supervisor
 
 
 def job(folder: Path, *prompts: list[int], solo: list[str] | None = None) -> ShardJob:
-    samples, first = [], 0
-    for n, ids in enumerate(prompts):
-        samples.append(JobSample(f"s{n}", first, np.array(ids, dtype="<i4").tobytes()))
-        first += len(ids)
+    samples, rows = laid_out(prompts, "s")
     attempt = uuid.uuid4().hex
-    return ShardJob(attempt, str(folder / f"{attempt}.tmp"), first, samples, solo or [])
+    return ShardJob(attempt, str(folder / f"{attempt}.tmp"), rows, samples, solo or [])
 
 
 def group_of(pid: int) -> list[psutil.Process]:
@@ -163,10 +154,10 @@ def test_samples_the_engine_cannot_take_are_refused_by_name(engine, tmp_path):
     assert len(done.greedy) == len(FINE)
 
 
-def test_an_engine_that_cannot_start_says_why(model, tmp_path):
+def test_an_engine_that_cannot_start_says_why(tiny_model, tmp_path):
     with (
         EngineSupervisor(
-            spec(model, max_model_len=10**6), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10
+            spec(tiny_model, max_model_len=10**6), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10
         ) as e,
         pytest.raises(EngineStartError, match="max_model_len") as caught,
     ):
@@ -175,9 +166,9 @@ def test_an_engine_that_cannot_start_says_why(model, tmp_path):
     assert "engine log: " in str(caught.value)
 
 
-def test_the_engine_dies_with_its_host(model, tmp_path):
+def test_the_engine_dies_with_its_host(tiny_model, tmp_path):
     host = subprocess.Popen(
-        [sys.executable, "-c", _HOST, json.dumps({"model": str(model), "log": str(tmp_path / "log")})],
+        [sys.executable, "-c", _HOST, json.dumps({"model": str(tiny_model), "log": str(tmp_path / "log")})],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -201,8 +192,8 @@ time.sleep(3600)
 """
 
 
-def test_close_leaves_no_process(model, tmp_path):
-    engine = EngineProcess(spec(model), tmp_path / "log")
+def test_close_leaves_no_process(tiny_model, tmp_path):
+    engine = EngineProcess(spec(tiny_model), tmp_path / "log")
     engine.start()
     pid = engine.pid
     engine.close()
@@ -215,7 +206,7 @@ def _tokenized(path: Path, prompts: list[list[int]]) -> Path:
 
 
 @pytest.fixture
-def planted(model, tmp_path) -> Callable[..., Path]:
+def planted(tiny_model, tmp_path) -> Callable[..., Path]:
     """A job whose samples contain the given first tokens among good ones."""
 
     def make(*tokens: int, **sections) -> Path:
@@ -225,7 +216,7 @@ def planted(model, tmp_path) -> Callable[..., Path]:
         chats = _tokenized(tmp_path / "rows.jsonl", rows)
         engine = {"kv_cache_bytes": "256MiB", "max_num_batched_tokens": 256, "step_timeout_s": 10, "extra": WORKER}
         return tiny.write_job(
-            tmp_path / "job.yaml", model=model, chats=chats, root=tmp_path / "root", engine=engine, **sections
+            tmp_path / "job.yaml", model=tiny_model, chats=chats, root=tmp_path / "root", engine=engine, **sections
         )
 
     return make

@@ -36,11 +36,6 @@ PATIENCE = {"start_timeout_s": 8, "step_timeout_s": 6}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return tiny.make_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
     return tiny.write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", CHATS)
 
@@ -84,7 +79,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(model: Path, chats: Path, tmp_path_factory) -> Iterator[Callable[..., Run]]:
+def run(tiny_model: Path, chats: Path, tmp_path_factory) -> Iterator[Callable[..., Run]]:
     """Start a job of several shards, dealing the given blows to its engine."""
     started: list[Run] = []
 
@@ -94,7 +89,7 @@ def run(model: Path, chats: Path, tmp_path_factory) -> Iterator[Callable[..., Ru
         job = tiny.write_job(
             folder / "job.yaml",
             **{
-                "model": model,
+                "model": tiny_model,
                 "chats": chats,
                 "root": folder / "root",
                 "engine": {**ENGINE, **PATIENCE},
@@ -247,9 +242,9 @@ time.sleep(3600)
 
 
 @pytest.mark.parametrize("victim", ["guard", "host, the others being stopped"])
-def test_a_whole_tensor_parallel_group_dies(victim: str, model: Path, tmp_path: Path) -> None:
+def test_a_whole_tensor_parallel_group_dies(victim: str, tiny_model: Path, tmp_path: Path) -> None:
     """By the kernel alone: whoever else could kill the group is stopped or dead."""
-    options = json.dumps({"model": str(model), "log": str(tmp_path / "log")})
+    options = json.dumps({"model": str(tiny_model), "log": str(tmp_path / "log")})
     host = subprocess.Popen([sys.executable, "-c", _HOST, options], stdout=subprocess.PIPE, text=True)
     group = int(host.stdout.readline())
     try:
@@ -282,7 +277,7 @@ def _is_helper(pid: int) -> bool:
     return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_a_worker_of_a_group_that_cannot_load_says_why(model: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_worker_of_a_group_that_cannot_load_says_why(tiny_model: Path, tmp_path: Path, monkeypatch) -> None:
     """The process that the host speaks to only learns "See stack trace for root cause"."""
     from extract_core.engine.supervisor import EngineSupervisor
     from extract_core.errors import EngineStartError
@@ -290,7 +285,7 @@ def test_a_worker_of_a_group_that_cannot_load_says_why(model: Path, tmp_path: Pa
     monkeypatch.setenv(saboteur.REFUSE_TO_LOAD, "1")
     with (
         EngineSupervisor(
-            spec(model, tensor_parallel_size=2), tmp_path / "logs", start_timeout_s=60, step_timeout_s=10
+            spec(tiny_model, tensor_parallel_size=2), tmp_path / "logs", start_timeout_s=60, step_timeout_s=10
         ) as engine,
         pytest.raises(EngineStartError, match=r"^AssertionError at saboteur.py:\d+ `assert not os.environ") as caught,
     ):

@@ -12,7 +12,6 @@ from extract_core.engine.preflight import Probe, preflight
 from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import PreflightError
-from tests import tiny
 
 from . import planted
 
@@ -22,9 +21,9 @@ LAYERS = [1, 2, 4]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSupervisor]:
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSupervisor]:
     spec = EngineSpec(
-        model=str(tiny.make_model(tmp_path_factory.mktemp("tiny"))),
+        model=str(tiny_model),
         layer_ids=LAYERS,
         max_model_len=300,
         dtype="float32",

@@ -51,7 +51,7 @@ def test_rows_are_the_streams_between_blocks_and_the_last_is_before_the_norm(mod
 
 
 def test_a_model_type_that_transformers_does_not_know_is_read_by_its_class(models, tmp_path):
-    [rows] = reference.hidden_states(models / "kimi-k2", [np.arange(9, 19)], range(BLOCKS + 1), tmp_path)
+    [rows] = reference.compute(models / "kimi-k2", [np.arange(9, 19)], range(BLOCKS + 1), tmp_path).rows
     assert rows.shape == (10, BLOCKS + 1, 128)
 
 
@@ -63,16 +63,16 @@ def test_missing_weights_are_refused(models, tmp_path):
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(reference.ReferenceFailedError, match=r"1 weights.*missing_keys.*layers\.3\.mlp\.up_proj"):
-        reference.hidden_states(broken, [np.arange(3)], [1], tmp_path)
+        reference.compute(broken, [np.arange(3)], [1], tmp_path)
 
 
 def test_a_failed_process_is_shown_with_the_end_of_what_it_printed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
     with pytest.raises(reference.ReferenceFailedError, match="Hugging Face forward of .* failed: ") as caught:
-        reference.hidden_states(tmp_path, [np.arange(3)], [1], tmp_path)
+        reference.compute(tmp_path, [np.arange(3)], [1], tmp_path)
     assert "no-such-type" in caught.value.log_tail
 
 
 def test_a_slow_process_is_given_up(models, tmp_path):
     with pytest.raises(reference.ReferenceFailedError, match="given up after 0 s"):
-        reference.hidden_states(models / "llama", [np.arange(3)], [1], tmp_path, timeout_s=0.01)
+        reference.compute(models / "llama", [np.arange(3)], [1], tmp_path, timeout_s=0.01)

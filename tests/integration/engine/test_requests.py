@@ -17,7 +17,6 @@ from extract_core.engine.preflight import Probe, preflight
 from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import PreflightError
-from tests import tiny
 
 from . import saboteur
 
@@ -27,9 +26,9 @@ SABOTEUR = {"worker_cls": "tests.integration.engine.saboteur.Saboteur"}
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory) -> EngineSpec:
+def spec(tiny_model: Path) -> EngineSpec:
     return EngineSpec(
-        model=str(tiny.make_model(tmp_path_factory.mktemp("tiny"))),
+        model=str(tiny_model),
         layer_ids=[1, 2, 4],
         max_model_len=500,
         dtype="float32",

@@ -80,7 +80,7 @@ def _reference(model: Model, ids: torch.Tensor) -> list[torch.Tensor]:
 @torch.inference_mode()
 def test_every_calling_convention_gives_the_residual_stream(style: str) -> None:
     model = Model(style)
-    hooks = LayerHooks(model, [0, 1, 3], N, H)
+    hooks = LayerHooks(model.model.layers, [0, 1, 3], H)
     for seed in range(3):  # the rule is found in the first step and kept
         ids = torch.randint(0, 32, (TOKENS,), generator=torch.Generator().manual_seed(seed))
         hooks.begin()
@@ -95,7 +95,7 @@ def test_every_calling_convention_gives_the_residual_stream(style: str) -> None:
 @torch.inference_mode()
 def test_steps_that_do_not_count_leave_nothing_behind() -> None:
     model = Model("pair")
-    hooks = LayerHooks(model, [N], N, H)
+    hooks = LayerHooks(model.model.layers, [N], H)
     model.model(torch.arange(3))  # profiling
     hooks.begin()
     hooks.end()
@@ -106,7 +106,7 @@ def test_steps_that_do_not_count_leave_nothing_behind() -> None:
 @torch.inference_mode()
 def test_rows_spread_over_ranks_are_refused() -> None:
     model = Model("pair", shard=True)
-    hooks = LayerHooks(model, [1], N, H)
+    hooks = LayerHooks(model.model.layers, [1], H)
     hooks.begin()
     model.model.layers[0](torch.arange(TOKENS), torch.randn(TOKENS, H), None)
     model.model.layers[3](torch.arange(TOKENS), torch.randn(TOKENS, H), None)
@@ -118,7 +118,7 @@ def test_rows_spread_over_ranks_are_refused() -> None:
 @torch.inference_mode()
 def test_a_stream_that_the_norm_does_not_explain_is_refused() -> None:
     model = Model("pair")
-    hooks = LayerHooks(model, [1, N], N, H)
+    hooks = LayerHooks(model.model.layers, [1, N], H)
     hooks.begin()
     normed = model.model(torch.arange(TOKENS))
     hooks.end()
@@ -129,7 +129,7 @@ def test_a_stream_that_the_norm_does_not_explain_is_refused() -> None:
 @torch.inference_mode()
 def test_a_block_that_runs_twice_in_a_step_is_refused() -> None:
     model = Model("pair")
-    hooks = LayerHooks(model, [1], N, H)
+    hooks = LayerHooks(model.model.layers, [1], H)
     hooks.begin()
     model.model(torch.arange(TOKENS))
     with pytest.raises(CaptureError, match="ran twice"):
@@ -154,7 +154,7 @@ def test_blocks_are_found_beside_experts_and_towers() -> None:
 @torch.inference_mode()
 def test_a_rule_is_not_guessed_from_states_that_are_not_finite() -> None:
     model = Model("pair")
-    hooks = LayerHooks(model, [1], N, H)
+    hooks = LayerHooks(model.model.layers, [1], H)
     model.model.layers[-1].mix.bias.fill_(torch.nan)
     hooks.begin()
     normed = model.model(torch.arange(TOKENS))

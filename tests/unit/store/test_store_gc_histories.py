@@ -1,7 +1,6 @@
 """Random histories of a root: whatever is published, tagged, collected, killed and taken up again, no version loses
 an object."""
 
-import contextlib
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -17,7 +16,7 @@ from extract_core.store.index import read_index
 from extract_core.store.root import Root
 from extract_core.store.tags import delete_tag, list_tags, write_tag
 from extract_core.store.versions import list_versions, read_manifest
-from tests.unit.store.versions_kit import add_plan, age, commit, fingerprint_of, publish_plan
+from tests.unit.store.versions_kit import add_plan, age, commit, fingerprint_of, killed_gc, publish_plan
 
 SEEDS = {plan: tuple(sorted({plan % 3, (plan + 1) % 3, 10 + plan % 2})) for plan in range(5)}
 PLAN, NAME = st.integers(0, 4), st.sampled_from(["a", "b", "c"])
@@ -32,27 +31,6 @@ ACTION = st.one_of(
     st.tuples(st.just("killed"), KEEP, st.booleans(), STEP),
     st.tuples(st.just("beside"), KEEP, st.booleans(), PLAN),
 )
-
-
-class Killed(BaseException):
-    pass
-
-
-def killed_gc(root, policy, left):
-    def counting(name):
-        plain = getattr(Root, name)
-
-        def call(self, *args):
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
-            return plain(self, *args)
-
-        return mock.patch.object(Root, name, call)
-
-    with counting("delete"), counting("put_bytes"), counting("delete_empty_folder"), contextlib.suppress(Killed):
-        collect(root, policy)
 
 
 def gc_beside_a_publisher(root, spool, policy, plan):

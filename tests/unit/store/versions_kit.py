@@ -3,12 +3,14 @@
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 
 from extract_core.planning.plan import PlanMeta, PlannedShard
 from extract_core.store import layout
 from extract_core.store.commits import read_commits, write_commit
+from extract_core.store.gc import Policy, collect
 from extract_core.store.index import INDEX_SCHEMA, write_index
 from extract_core.store.records import CommitRecord
 from extract_core.store.root import Root
@@ -104,3 +106,30 @@ def changed_index(root: Root, table: pa.Table, change):
     """An index whose rows went through ``change``."""
     rows = table.to_pylist()
     return write_index(root, pa.Table.from_pylist(change(rows), schema=INDEX_SCHEMA))
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_gc(root: Root, policy: Policy, left: int) -> bool:
+    """A collection that is killed after ``left`` changes; whether it came that far."""
+
+    def counting(name):
+        plain = getattr(Root, name)
+
+        def call(self, *args):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return plain(self, *args)
+
+        return mock.patch.object(Root, name, call)
+
+    with counting("delete"), counting("put_bytes"), counting("delete_empty_folder"):
+        try:
+            collect(root, policy)
+        except Killed:
+            return True
+    return False
