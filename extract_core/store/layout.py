@@ -21,7 +21,7 @@ PROBES = ".probe"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,64}")
 _LAYOUT = re.compile(r"plan-[0-9a-f]{16}\.parquet")
-_COMMIT = re.compile(r"(\d{5,})\.json")
+_COMMIT = re.compile(r"(\d{5,})(?:\.r([1-9]\d*))?\.json")
 _VERSION = re.compile(r"(\d{6,})\.json")
 _TAG = re.compile(r"(?!latest$)(?![0-9]+$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OBJECT = re.compile(r"([0-9a-f]{64})\.[a-z0-9.]{1,20}")
@@ -80,17 +80,17 @@ def commits_dir(fingerprint: str) -> str:
     return f"{_plan(fingerprint)}/commits"
 
 
-def commit_path(fingerprint: str, shard: int) -> str:
-    """The commit record of one shard of a plan, e.g. ``plans/<fp>/commits/00012.json``."""
-    if shard < 0:
-        raise ValueError(f"shard {shard} is negative; shards count from 0")
-    return f"{commits_dir(fingerprint)}/{shard:05d}.json"
+def commit_path(fingerprint: str, shard: int, round: int = 0) -> str:
+    """The commit record of one shard of a plan, e.g. ``plans/<fp>/commits/00012.json``; ``00012.r1.json`` of a retry."""
+    if shard < 0 or round < 0:
+        raise ValueError(f"shard {shard} or round {round} is negative; both count from 0")
+    return f"{commits_dir(fingerprint)}/{shard:05d}{f'.r{round}' if round else ''}.json"
 
 
-def commit_shard(name: str) -> int | None:
-    """The shard number in the file name of a commit record; None for any other name."""
+def commit_shard(name: str) -> tuple[int, int] | None:
+    """Shard number and round in the file name of a commit record; None for any other name."""
     match = _COMMIT.fullmatch(name)
-    return int(match[1]) if match else None
+    return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 def quarantine_dir(fingerprint: str) -> str:

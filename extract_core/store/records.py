@@ -189,12 +189,19 @@ class FinalNormRef(_Part):
 
 
 class CommitRecord(_Record):
-    """Says that one shard of a plan is complete: every planned sample of it is in ``samples`` or in ``excluded``."""
+    """Says that one shard of a plan is complete: every planned sample of it is in ``samples`` or in ``excluded``.
+
+    Schema version 2 added ``round``: 0 for the first record of a shard; a later round holds only samples that were
+    excluded before, which a later run tried again.
+    """
 
     kind: ClassVar[str] = "commit record"
+    newest: ClassVar[int] = 2
+    schema_version: Positive = 2
 
     fingerprint: Fingerprint
     shard: Count
+    round: Count = 0
     object: str | None
     sha256: Digest | None
     nbytes: Count
