@@ -61,6 +61,10 @@ class TemplateError(CoresampleError):
     exit_code = 2
 
 
+class TemplateOverrunError(TemplateError):
+    """The chat template does not end, or takes memory without bound; names the row where there is one."""
+
+
 class ModelError(CoresampleError):
     """The model cannot be found, read or used for what the job asks."""
 
@@ -77,6 +81,10 @@ class RootConflictError(CoresampleError):
     exit_code = 2
 
 
+class RootBusyError(RootConflictError):
+    """Another run publishes to a root whose store cannot keep two apart."""
+
+
 class StoreError(CoresampleError):
     """Reading or writing the dataset root failed for good."""
 
@@ -85,6 +93,10 @@ class StoreUnavailableError(StoreError):
     """The store did not answer; the same call may succeed later."""
 
     retryable = True
+
+
+class UploadMismatchError(StoreUnavailableError):
+    """A store reports other bytes than were sent; the upload was undone, and another may succeed."""
 
 
 class NoSpaceError(StoreError):
