@@ -1,9 +1,9 @@
 """Make a golden dataset of the present manifest schema: ``python scripts/golden.py FOLDER [--encoding NAME]``.
 
-A real run of the tiny model of ``tests/tiny.py`` (halved once more): two shards of bfloat16 rows, one malformed row, one
-duplicate and one quarantined sample. Beside the dataset lie the job, its chats and a few rows taken out of the shards
-with nothing but safetensors. Tests read every golden dataset with the present code, so one is kept for each schema
-version and never made anew: run this when the schema version was raised, and commit the folder.
+A real run of the tiny model of ``tests/tiny.py`` (halved once more): two shards of bfloat16 rows, one malformed row,
+one duplicate and one quarantined sample. Beside the dataset lie the job, its chats and a few rows taken out of the
+shards with nothing but safetensors. Tests read every golden dataset with the present code, so one is kept for each
+schema version and never made anew: run this when the schema version was raised, and commit the folder.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def make(folder: Path, encoding: str = "none") -> None:
 
 
 def _keep_rows(folder: Path) -> None:
-    """``rows.npy`` [samples * POSITIONS, L, H] float32: the first rows of every sample, in the order of ``rows.json``."""
+    """``rows.npy`` [samples * POSITIONS, L, H] float32: first rows of each sample, in the order of ``rows.json``."""
     import numpy as np
     import pyarrow.parquet as pq
     from safetensors.torch import load_file
