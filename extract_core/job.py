@@ -15,7 +15,7 @@ from extract_core.engine.compat import refuse_extra
 from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.versions import installed_engine
 from extract_core.errors import RootConflictError, SettingsError
-from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype
+from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype, store_encoding
 from extract_core.planning.layers import resolve_layer_ids
 from extract_core.planning.memory import MemoryPlan, machine, memory_plan, reference_bytes, wants_reference
 from extract_core.planning.model import ModelInfo, inspect_model
@@ -24,6 +24,7 @@ from extract_core.planning.sizes import Demand, demand_of, engine_sizes
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
 from extract_core.store import layout
+from extract_core.store.encoding import Encoding
 from extract_core.store.objects import lost_objects
 from extract_core.store.records import Manifest
 from extract_core.store.root import Root
@@ -58,6 +59,11 @@ class Job:
     def dtype(self) -> str:
         """Dtype of the stored rows."""
         return store_dtype(self.settings, self.model)
+
+    @property
+    def encoding(self) -> Encoding:
+        """How rows are stored."""
+        return store_encoding(self.settings, self.model)
 
     @property
     def captures_last(self) -> bool:

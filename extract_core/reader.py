@@ -17,9 +17,10 @@ from torch.utils.data import Dataset
 
 from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.store import layout
+from extract_core.store.encoding import NONE
 from extract_core.store.index import read_index
 from extract_core.store.norms import StoredNorm, read_norm
-from extract_core.store.shard import ShardReader
+from extract_core.store.shard import RowFormat, ShardReader
 from extract_core.store.tags import open_ref, tagged_version
 from extract_core.store.versions import read_manifest
 
@@ -73,7 +74,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         self.layer_ids = list(stored if layers is None else layers)
         self._places = None if self.layer_ids == stored else [stored.index(k) for k in self.layer_ids]
         self._dtype, self._verify = dtype, verify
-        self._stored_dtype: torch.dtype = getattr(torch, self.manifest.dtype)
+        self._format = RowFormat(len(stored), self.manifest.hidden_size, self.manifest.dtype, self.manifest.encoding)
         self.index = self._choose(read_index(self.root, self.manifest), split)
         self._start()
 
@@ -139,28 +140,24 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
 
     def _segment(self, sample: str, segment: Mapping[str, Any], check: bool) -> torch.Tensor:
         rel, rows = layout.shard_path(segment["shard"]), segment["rows"]
+        start, length = segment["byte_offset"], segment["byte_length"]
+        where = f"rows {segment['first_row']}..{segment['first_row'] + rows} of shard {self.root.describe(rel)}"
+        data: memoryview | bytearray
         try:
             if self.root.is_local:
-                states = self._shard(rel, segment).rows(segment["first_row"], rows)
+                data = self._shard(rel, segment).segment_bytes(start, length)
             else:
-                start = segment["byte_offset"]
-                data = bytearray(self.root.read_range(rel, start, start + segment["byte_length"]))
-                shape = (rows, len(self.manifest.layer_ids), self.manifest.hidden_size)
-                states = torch.frombuffer(data, dtype=self._stored_dtype).view(shape)
+                data = bytearray(self.root.read_range(rel, start, start + length))
+            if check and (found := xxhash.xxh3_64_hexdigest(data)) != segment["xxh3"]:
+                raise CorruptDataError(
+                    f"{where} are damaged: xxh3 {segment['xxh3']} expected, {found} found; run 'coresample verify' "
+                    "for the whole extent"
+                )
+            states = self._format.decode(data, rows, where)
         except FileNotFoundError:
             raise CorruptDataError(f"sample {sample}: shard {self.root.describe(rel)} is missing") from None
-        except (CorruptDataError, RuntimeError) as error:
-            raise CorruptDataError(f"sample {sample}: {error}") from error
         except StoreError as error:
             raise type(error)(f"sample {sample}: {error}") from error
-        if check:
-            found = xxhash.xxh3_64_hexdigest(states.reshape(-1).view(torch.uint8).numpy())
-            if found != segment["xxh3"]:
-                raise CorruptDataError(
-                    f"sample {sample}: rows {segment['first_row']}..{segment['first_row'] + rows} of shard "
-                    f"{self.root.describe(rel)} are damaged: xxh3 {segment['xxh3']} expected, {found} found; "
-                    "run 'coresample verify' for the whole extent"
-                )
         return states if self._places is None else states[:, self._places]
 
     def _shard(self, rel: str, segment: Mapping[str, Any]) -> ShardReader:
@@ -171,13 +168,15 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
                 self._shards.popitem(last=False)
         else:
             self._shards.move_to_end(rel)
-        header, manifest = reader.header, self.manifest
-        expected = (tuple(manifest.layer_ids), manifest.hidden_size, manifest.dtype, segment["byte_offset"])
-        offset = header.data_offset + segment["first_row"] * header.row_bytes
-        found = (header.layer_ids, header.hidden_size, header.dtype, offset)
+        header, wanted = reader.header, self._format
+        expected: tuple[Any, ...] = (tuple(self.manifest.layer_ids), wanted)
+        found: tuple[Any, ...] = (header.layer_ids, header.format)
+        if wanted.encoding == NONE:
+            expected += (segment["byte_offset"],)
+            found += (header.data_offset + segment["first_row"] * header.row_bytes,)
         if expected != found:
             raise CorruptDataError(
-                f"shard {self.root.describe(rel)} is damaged: its header has layers, hidden size, dtype and offset "
+                f"shard {self.root.describe(rel)} is damaged: its header has layers, format and offset "
                 f"{found}, expected {expected}"
             )
         return reader

@@ -357,9 +357,25 @@ class StoreSettings(_Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Dtype of the stored rows; auto is the engine's compute dtype."
     )
-    encoding: Literal["none"] = Field("none", description="Encoding of the rows in a shard.")
+    encoding: Literal["auto", "none", "bf16-split-zstd"] = Field(
+        "auto",
+        description=(
+            "How rows are stored: none (as they are), bf16-split-zstd (lossless, about 1.45 times smaller, bfloat16 "
+            "only); auto: none on a local root, bf16-split-zstd for bfloat16 rows on an object store."
+        ),
+    )
     spool: PathText | None = Field(
         None, description="Local folder for shards being written; default: beside a local root, else the temp folder."
+    )
+    spool_bytes: ByteSize | None = Field(
+        None,
+        description=(
+            "Most bytes of shards in the spool; the engine waits when it is full. Default: four shards. One shard fits "
+            "always."
+        ),
+    )
+    commit_threads: int | None = Field(
+        None, ge=1, le=64, description="Shards checked, encoded and stored at once; default: half the CPUs, 4 at most."
     )
     storage_options: StorageOptions = Field(
         default_factory=dict, description="fsspec options of the root (endpoint_url, profile, anon ...); no secrets."
@@ -417,6 +433,11 @@ class JobSettings(BaseSettings):
         ge=0,
         le=1,
         description="Publish only if at least this share of the input is published or excluded by rule.",
+    )
+    quarantine_runs: int = Field(
+        3,
+        ge=0,
+        description="Runs that try a sample which fails its row checks or kills the engine; 0 and 1: it is never retried.",
     )
 
     @field_validator("*", mode="before")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from extract_core.errors import CaptureError, CoresampleError
-from extract_core.store.shard import ShardWriter
+from extract_core.store.writer import ShardWriter
 
 _SLOTS = 8
 """Least number of slots: while some are written, others are filled."""

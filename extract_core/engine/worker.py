@@ -23,8 +23,8 @@ from extract_core.engine.logs import root_cause
 from extract_core.engine.norm import describe_norm, next_tokens
 from extract_core.engine.sink import RowSink, Span
 from extract_core.errors import CaptureError, CoresampleError, EngineIncompatibleError
-from extract_core.store.shard import ShardWriter
 from extract_core.store.unsealed import UnsealedShard
+from extract_core.store.writer import ShardWriter
 
 
 def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:

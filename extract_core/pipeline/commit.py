@@ -28,7 +28,9 @@ from extract_core.store.records import (
     SegmentRecord,
     canonical_json,
 )
-from extract_core.store.shard import SealedShard, Segment, seal_shard
+from extract_core.store.seal import seal_shard, seal_target
+from extract_core.store.versions import named_by_a_version
+from extract_core.store.shard import SealedShard, Segment
 from extract_core.store.unsealed import UnsealedShard
 
 CAPTURE_FAULTS = frozenset({"shape", "row_count", "token_echo", "zero_row", "identical_rows"})
@@ -51,21 +53,53 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
         captured.record = _check_and_seal(job, captured, norm)
     record = captured.record
     if record.object is not None and not captured.stored:
+        started = time.perf_counter()
         job.root.put_file(captured.path, record.object)
         captured.stored = True
-    standing = write_commit(job.root, record)
-    for item in standing.excluded:
-        job.root.put_bytes(
-            layout.quarantine_path(job.plan.fingerprint, item.sample_id),
-            canonical_json(item.model_dump(mode="json") | {"shard": captured.shard}),
+        timings = {**record.timings, "upload_s": time.perf_counter() - started}
+        record = captured.record = record.model_copy(update={"timings": timings})
+    task = captured.task
+    standing = write_commit(job.root, record, replaces=task.replaces if task else ())
+    if task and task.lost and standing is record and record.object != task.lost:
+        reporter().note(
+            f"shard {captured.shard}: {task.lost} could not be made again bit by bit; its commit record now names "
+            f"{record.object or 'no file'}"
         )
+    _note_quarantine(job, captured, standing)
     if record.object is not None and standing.object != record.object:
-        try:  # another worker's record stands and names other bytes
-            job.root.delete(record.object)
-        except StoreError as error:
-            reporter().note(f"{record.object} is not needed but could not be deleted: {error}")
+        _discard(job, captured, record.object)
     captured.path.unlink(missing_ok=True)
     return standing
+
+
+def _note_quarantine(job: Job, captured: Captured, standing: CommitRecord) -> None:
+    """A file for every sample that stays out, none for one that was rescued; ``publish`` makes them exact."""
+    carried = captured.task.carried if captured.task else ()
+    known = {item.sample_id for item in carried}
+    for item in standing.excluded:
+        if item.sample_id not in known:
+            write_quarantine(job, standing, item)
+    if standing.round:
+        for sample in standing.samples:
+            job.root.delete(layout.quarantine_path(job.plan.fingerprint, sample.sample_id))
+
+
+def write_quarantine(job: Job, record: CommitRecord, item: Excluded) -> None:
+    """The file of one sample that was left out: reason, detail, attempts, shard and round."""
+    job.root.put_bytes(
+        layout.quarantine_path(job.plan.fingerprint, item.sample_id),
+        canonical_json(item.model_dump(mode="json") | {"shard": record.shard, "round": record.round}),
+    )
+
+
+def _discard(job: Job, captured: Captured, path: str) -> None:
+    """Another worker's record stands and names other bytes: ours go, unless they are what a version had lost."""
+    try:
+        if (captured.task and captured.task.lost == path) or named_by_a_version(job.root, path):
+            return
+        job.root.delete(path)
+    except StoreError as error:
+        reporter().note(f"{path} is not needed but could not be deleted: {error}")
 
 
 def _store_norm(job: Job, captured: Captured) -> FinalNormRef:
@@ -95,12 +129,20 @@ def _store_norm(job: Job, captured: Captured) -> FinalNormRef:
 def _check_and_seal(job: Job, captured: Captured, norm: FinalNormRef) -> CommitRecord:
     started = time.perf_counter()
     stats, excluded = _check_rows(job, captured)
+    task = captured.task
+    if task is not None:
+        before = {item.sample_id: item.attempts for item in task.earlier}
+        excluded = [
+            *task.carried,
+            *(item.model_copy(update={"attempts": item.attempts + before.get(item.sample_id, 0)}) for item in excluded),
+        ]
     rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
     kept = [row for row in rows if row["sample_id"] in stats]
     sealed = _seal(job, captured, kept) if kept else None
     return CommitRecord(
         fingerprint=job.plan.fingerprint,
         shard=captured.shard,
+        round=captured.task.round if captured.task else 0,
         object=layout.shard_path(sealed.sha256) if sealed else None,
         sha256=sealed.sha256 if sealed else None,
         nbytes=sealed.nbytes if sealed else 0,
@@ -108,6 +150,7 @@ def _check_and_seal(job: Job, captured: Captured, norm: FinalNormRef) -> CommitR
         layer_ids=list(job.layer_ids),
         hidden_size=job.model.hidden_size,
         dtype=job.dtype,  # type: ignore[arg-type]
+        encoding=job.encoding,
         samples=_records(captured, kept, sealed, stats) if sealed else [],
         excluded=excluded,
         attempt=captured.attempt,
@@ -124,6 +167,8 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
 
     excluded = {item.sample_id: item for item in captured.excluded}
     stats: dict[str, SampleStats] = {}
+    if len(excluded) == len(captured.samples):
+        return stats, list(excluded.values())  # the engine wrote no file
     with UnsealedShard(captured.path) as shard:
         columns = captured.samples
         for sample, first, count, token_ids in zip(
@@ -150,7 +195,8 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
                 excluded[sample] = Excluded(sample_id=sample, reason=result.reason, detail=result.detail)
             else:
                 stats[sample] = result
-    failed = len(excluded) - len(captured.excluded)
+    known = {item.sample_id for item in [*captured.excluded, *(captured.task.earlier if captured.task else ())]}
+    failed = len(excluded.keys() - known)
     if failed > max(MOST_FAILED, MOST_FAILED_SHARE * len(columns)):
         reasons = Counter(item.reason for item in excluded.values())
         raise CaptureError(
@@ -172,8 +218,18 @@ def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedSha
         "vllm": str(captured.engine.get("vllm", "")),
         "written_by": "coresample",
     }
-    keep = [Segment(row["first_row"], row["n_tokens"]) for row in kept]
-    return seal_shard(captured.path, keep=keep, metadata=provenance)
+    sealed = seal_shard(
+        captured.path,
+        keep=[Segment(row["first_row"], row["n_tokens"]) for row in kept],
+        metadata=provenance,
+        encoding=job.encoding,
+        target=seal_target(job.root, captured.path, job.encoding),
+        durable=job.root.is_local,
+    )
+    if sealed.path != captured.path:
+        captured.path.unlink()
+        captured.path = sealed.path
+    return sealed
 
 
 def _records(

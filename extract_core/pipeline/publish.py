@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -16,24 +16,30 @@ from extract_core.errors import (
     CheckFailedError,
     CorruptDataError,
     IncompleteError,
+    StoreUnavailableError,
 )
 from extract_core.job import Job, new_attempt
+from extract_core.pipeline.commit import write_quarantine
+from extract_core.pipeline.todo import SOUND, Damage, is_current
+from extract_core.provenance import RunClock, provenance
 from extract_core.store import layout
-from extract_core.store.commits import read_commits
+from extract_core.store.commits import ShardCommits, all_records, read_commits, state_of
 from extract_core.store.index import INDEX_SCHEMA, write_index
 from extract_core.store.objects import lost_by_commits
 from extract_core.store.records import (
     Accounting,
-    CommitRecord,
     IndexRef,
     Manifest,
     ShardRef,
     Totals,
 )
+from extract_core.store.versions import latest_version, read_manifest
 from extract_core.store.versions import publish as publish_version
 
+_TRIES = 10
 
-def account(job: Job, commits: dict[int, CommitRecord]) -> Accounting:
+
+def account(job: Job, commits: Mapping[int, ShardCommits]) -> Accounting:
     """Where every input row went; the equation is asserted by the type."""
     meta = job.plan.meta
     quarantined = Counter(item.reason for commit in commits.values() for item in commit.excluded)
@@ -55,7 +61,7 @@ def validate(job: Job) -> CheckReport:
     """
     commits = read_commits(job.root, job.plan.fingerprint)
     planned = job.plan.sample_ids()
-    missing = sorted(set(planned) - set(commits))
+    missing = sorted(shard for shard in planned if shard not in commits or not commits[shard].complete)
     if missing:
         raise CheckFailedError(
             f"{len(missing)} of {len(planned)} shards have no commit record (first {missing[0]}); run the job again, "
@@ -72,8 +78,7 @@ def validate(job: Job) -> CheckReport:
             f"{job.settings.completeness} and nothing is published. By reason: "
             + ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
             + f". Rows are named in {job.root.url}/{layout.dropped_path(job.plan.fingerprint)} and "
-            f"{layout.quarantine_dir(job.plan.fingerprint)}; mend them, or lower completeness. To extract quarantined "
-            f"samples again, delete the commit records of their shards: {_commits_with_excluded(job, commits)}"
+            f"{layout.quarantine_dir(job.plan.fingerprint)}; mend them, or lower completeness. {_left(job, commits)}"
         )
     report = check_run(commits, planned, accounting, layer_ids=job.layer_ids, settings=job.settings.checks)
     if not report.passed:
@@ -85,56 +90,141 @@ def validate(job: Job) -> CheckReport:
     return report
 
 
-def _stored_whole(job: Job, commits: dict[int, CommitRecord]) -> None:
+def _left(job: Job, commits: Mapping[int, ShardCommits]) -> str:
+    """What the next run does about quarantined samples."""
+    runs = job.settings.quarantine_runs
+    left = sum(len(shard.to_retry(runs)) for shard in commits.values())
+    if left:
+        return f"The next run of this job tries {left} quarantined sample{'s' if left > 1 else ''} again"
+    if any(shard.excluded for shard in commits.values()):
+        return f"Quarantined samples were tried by {runs} runs; quarantine_runs lets more of them try"
+    return "No sample is quarantined"
+
+
+def _stored_whole(job: Job, commits: Mapping[int, ShardCommits]) -> None:
     """Every file that a commit record names is there and has its size; its bytes are for ``verify``."""
-    lost = lost_by_commits(job.root, commits.values())
-    for shard, commit in sorted(commits.items()):
-        for path in sorted(lost.keys() & commit.objects.keys()):
+    lost = lost_by_commits(job.root, commits)
+    for shard in commits.values():
+        for path in sorted(lost.keys() & shard.objects.keys()):
             raise CorruptDataError(
-                f"{job.root.url}/{path} {lost[path]}, its commit record says {commit.objects[path]} bytes, "
-                f"and extracting it again gave other bytes; delete {layout.commit_path(job.plan.fingerprint, shard)} "
-                "and run the job again: the new shard then replaces it in a new version"
+                f"{job.root.url}/{path} {lost[path]}, its commit record says {shard.objects[path]} bytes; it was lost "
+                "while this run was at work: run the job again, only what is lost is extracted anew"
             )
 
 
-def _commits_with_excluded(job: Job, commits: dict[int, CommitRecord]) -> str:
-    paths = [layout.commit_path(job.plan.fingerprint, s) for s, c in sorted(commits.items()) if c.excluded]
-    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "") or "none"
-
-
-def publish(job: Job, report: CheckReport, *, started: float | None = None) -> Manifest:
+def publish(
+    job: Job,
+    report: CheckReport,
+    *,
+    started: float | None = None,
+    damage: Damage = SOUND,
+    clock: RunClock | None = None,
+) -> Manifest:
     """Write the index, then the manifest by exclusive create, then the hint.
+
+    A version that names exactly these shards already is returned instead. Where commit records changed since they were
+    checked (another run rescued samples, or replaced a lost shard), they are checked again.
 
     Args:
         job: a job whose shards are all committed.
         report: result of ``validate``.
         started: ``time.time()`` at the start of the run, for the manifest's timings.
+        damage: what a repair found; a version whose manifest or index is damaged is not taken for this one.
+        clock: stages of the run so far, for the manifest.
+
+    Raises:
+        CheckFailedError, IncompleteError: of commit records that came meanwhile.
+        StoreUnavailableError: others change the records all the time.
     """
-    existing = job.published()
-    if existing is not None:
-        return existing
-    commits = read_commits(job.root, job.plan.fingerprint)
-    index = write_index(job.root, _index_table(job, commits))
-    attempt = new_attempt()
+    clock = clock or RunClock()
+    for _ in range(_TRIES):
+        commits = read_commits(job.root, job.plan.fingerprint)
+        if state_of(commits) != report.state:
+            report = validate(job)
+            continue
+        if (existing := _standing(job, commits, damage)) is not None:
+            return existing
+        _settle_quarantine(job, commits)
+        with clock.stage("index_s"):
+            index = write_index(job.root, _index_table(job, commits))
+        if (existing := _healed(job, commits, damage, index)) is not None:
+            return existing
+        attempt = new_attempt()
+        try:
+            return publish_version(job.root, _builder(job, commits, damage, index, report, attempt, started, clock), attempt)
+        except _OvertakenError as other:
+            if other.manifest is not None:
+                return other.manifest
+    raise StoreUnavailableError(f"{job.root.url}: other runs change this plan all the time; try again later")
+
+
+def _builder(
+    job: Job,
+    commits: Mapping[int, ShardCommits],
+    damage: Damage,
+    index: IndexRef,
+    report: CheckReport,
+    attempt: str,
+    started: float | None,
+    clock: RunClock,
+) -> Callable[[int], Manifest]:
+    first = True
 
     def build(version: int) -> Manifest:
-        # Called again when another publisher was first; it may have published this very plan.
-        if (other := job.published()) is not None:
-            raise _PublishedByAnotherError(other)
-        return _manifest(job, version, attempt, commits, index, report, started)
+        nonlocal first
+        if not first:  # another publisher took the number: this very plan, perhaps with more samples
+            if state_of(now := read_commits(job.root, job.plan.fingerprint)) != report.state:
+                raise _OvertakenError(None)
+            if (other := _standing(job, now, damage)) is not None:
+                raise _OvertakenError(other)
+        first = False
+        return _manifest(job, version, attempt, commits, index, report, started, clock)
 
+    return build
+
+
+def _standing(job: Job, commits: Mapping[int, ShardCommits], damage: Damage) -> Manifest | None:
+    """The latest version, where it is whole and names exactly these shards."""
+    if damage.version is not None and latest_version(job.root) == damage.version:
+        return None
+    existing = job.published()
+    return existing if existing is not None and is_current(existing, commits) else None
+
+
+def _healed(job: Job, commits: Mapping[int, ShardCommits], damage: Damage, index: IndexRef) -> Manifest | None:
+    """The damaged version, where the index that was just written is its own."""
+    if damage.version is None or latest_version(job.root) != damage.version:
+        return None
     try:
-        return publish_version(job.root, build, attempt)
-    except _PublishedByAnotherError as first:
-        return first.manifest
+        manifest = read_manifest(job.root, damage.version)
+    except CorruptDataError:
+        return None
+    same = manifest.fingerprint == job.plan.fingerprint and is_current(manifest, commits)
+    return manifest if same and manifest.index == index else None
 
 
-class _PublishedByAnotherError(Exception):
-    def __init__(self, manifest: Manifest):
+def _settle_quarantine(job: Job, commits: Mapping[int, ShardCommits]) -> None:
+    """Exactly the samples that are left out have a file."""
+    folder = layout.quarantine_dir(job.plan.fingerprint)
+    there = {f"{folder}/{name}" for name in job.root.list(folder)}
+    for shard in commits.values():
+        for item in shard.excluded:
+            path = layout.quarantine_path(job.plan.fingerprint, item.sample_id)
+            if path not in there:
+                write_quarantine(job, shard.records[-1], item)
+            there.discard(path)
+    for path in there:
+        job.root.delete(path)
+
+
+class _OvertakenError(Exception):
+    """Another publisher was first; with its version where that is all there is."""
+
+    def __init__(self, manifest: Manifest | None):
         self.manifest = manifest
 
 
-def _index_table(job: Job, commits: dict[int, CommitRecord]) -> pa.Table:
+def _index_table(job: Job, commits: Mapping[int, ShardCommits]) -> pa.Table:
     tables = []
     for shard, table in enumerate(job.plan.shards()):
         by_id = {record.sample_id: record for record in commits[shard].samples}
@@ -158,14 +248,16 @@ def _manifest(
     job: Job,
     version: int,
     attempt: str,
-    commits: dict[int, CommitRecord],
+    commits: Mapping[int, ShardCommits],
     index: IndexRef,
     report: CheckReport,
     started: float | None,
+    clock: RunClock,
 ) -> Manifest:
-    shards = {c.sha256: c for _, c in sorted(commits.items()) if c.object is not None and c.sha256 is not None}
+    shards = {r.sha256: r for _, c in sorted(commits.items()) for r in c.stored if r.sha256 is not None}
     tokens = sum(sample.n_tokens for commit in commits.values() for sample in commit.samples)
-    engine_s = sum(commit.timings.get("engine_s", 0.0) for commit in commits.values())
+    records = list(all_records(commits))
+    engine_s = sum(record.timings.get("engine_s", 0.0) for record in records)
     timings = {"engine_s": engine_s, "tokens_per_s": tokens / engine_s if engine_s else 0.0}
     if started is not None:
         timings["run_s"] = time.time() - started
@@ -179,6 +271,7 @@ def _manifest(
         n_layers=job.model.n_layers,
         hidden_size=job.model.hidden_size,
         dtype=job.dtype,  # type: ignore[arg-type]
+        encoding=job.encoding,
         final_norm=next((norm for _, c in sorted(commits.items()) if (norm := c.final_norm) is not None), None),
         index=index,
         shards=[
@@ -192,11 +285,12 @@ def _manifest(
         ),
         checks=report.to_dict(),
         provenance={
-            "host": platform.node(),
-            "python": platform.python_version(),
+            **provenance(),
             "model": job.model.name,
             "mask_methods": job.plan.meta.mask_methods,
-            "engines": _distinct([commit.engine for _, commit in sorted(commits.items())]),
+            "engines": _distinct([record.engine for record in records]),
+            "rounds": len(records) - len(commits),
+            **clock.to_dict(records),
         },
         timings=timings,
     )

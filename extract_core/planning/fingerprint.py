@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from extract_core.errors import SettingsError
 from extract_core.planning.model import ModelInfo, canonical_digest, model_identity
 from extract_core.settings import JobSettings
+from extract_core.store.encoding import BF16_SPLIT_ZSTD, NONE, Encoding, encodes
+from extract_core.store.root import is_remote
 from extract_core.store.shard import DTYPES
 
 SPEC_VERSION = 1
@@ -44,6 +47,23 @@ class JobSpec:
 def store_dtype(settings: JobSettings, model: ModelInfo) -> str:
     """Dtype of the stored rows."""
     return settings.store.dtype if settings.store.dtype != "auto" else model.dtype
+
+
+def store_encoding(settings: JobSettings, model: ModelInfo) -> Encoding:
+    """Encoding of the rows in a shard.
+
+    Raises:
+        SettingsError: it cannot hold the stored dtype.
+    """
+    chosen, dtype = settings.store.encoding, store_dtype(settings, model)
+    if chosen == "auto":
+        return BF16_SPLIT_ZSTD if is_remote(settings.root) and dtype == "bfloat16" else NONE
+    if not encodes(chosen, dtype):
+        raise SettingsError(
+            f"store.encoding {chosen} holds bfloat16 rows, but these are {dtype}; set store.dtype to bfloat16, or "
+            "store.encoding to none"
+        )
+    return chosen
 
 
 def job_spec(
@@ -85,7 +105,7 @@ def job_spec(
             "layer_ids": list(layer_ids),
             "compute_dtype": model.dtype,
             "dtype": store_dtype(settings, model),
-            "encoding": settings.store.encoding,
+            "encoding": store_encoding(settings, model),
             "engine": {
                 **engine,
                 "max_model_len": e.max_model_len,

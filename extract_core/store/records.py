@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
+from extract_core.store.encoding import NONE, Encoding, encodes
 from extract_core.store.shard import DTYPES
 
 LAYER_MEANING = (
@@ -209,7 +210,7 @@ class CommitRecord(_Record):
     layer_ids: LayerIds
     hidden_size: Positive
     dtype: Dtype
-    encoding: Literal["none"] = "none"
+    encoding: Encoding = NONE
     samples: list[SampleRecord]
     excluded: list[Excluded]
     attempt: Attempt
@@ -243,6 +244,7 @@ class CommitRecord(_Record):
         ids = [item.sample_id for item in self.samples] + [item.sample_id for item in self.excluded]
         if len(set(ids)) != len(ids):
             raise ValueError(f"samples are repeated: {sorted({i for i in ids if ids.count(i) > 1})[:5]}")
+        _check_encoding(self.encoding, self.dtype)
         row_bytes = len(self.layer_ids) * self.hidden_size * DTYPES[self.dtype][1]
         for sample in self.samples:
             if len(sample.norm_mean) != len(self.layer_ids):
@@ -252,7 +254,7 @@ class CommitRecord(_Record):
                     raise ValueError(f"sample {sample.sample_id} refers to another shard, {segment.shard}")
                 if segment.first_row + segment.rows > self.rows:
                     raise ValueError(f"sample {sample.sample_id} ends outside the {self.rows} rows of the shard")
-                if segment.byte_length != segment.rows * row_bytes:
+                if self.encoding == NONE and segment.byte_length != segment.rows * row_bytes:
                     raise ValueError(f"sample {sample.sample_id}: {segment.byte_length} bytes for {segment.rows} rows")
                 if segment.byte_offset + segment.byte_length > self.nbytes:
                     raise ValueError(f"sample {sample.sample_id} ends outside the {self.nbytes} bytes of the shard")
@@ -324,12 +326,12 @@ class Totals(_Part):
 class Manifest(_Record):
     """One published version of a dataset. ``spec`` is everything that the fingerprint covers.
 
-    Schema version 2 added ``final_norm``, which is None where no commit record says what the norm is.
+    Schema version 2 added ``final_norm``, which is None where no commit record says what the norm is; 3 encodings.
     """
 
     kind: ClassVar[str] = "manifest"
-    newest: ClassVar[int] = 2
-    schema_version: Positive = 2
+    newest: ClassVar[int] = 3
+    schema_version: Positive = 3
 
     version: Positive
     attempt: Attempt
@@ -344,7 +346,7 @@ class Manifest(_Record):
     dtype: Dtype
     norm_state: Literal["pre"] = "pre"
     final_norm: FinalNormRef | None = None
-    encoding: Literal["none"] = "none"
+    encoding: Encoding = NONE
     index: IndexRef
     shards: list[ShardRef]
     accounting: Accounting
@@ -369,6 +371,7 @@ class Manifest(_Record):
     def _consistent(self) -> Self:
         _check_time(self.created)
         _check_layers(self.layer_ids)
+        _check_encoding(self.encoding, self.dtype)
         if self.layer_ids[-1] > self.n_layers:
             raise ValueError(f"layer id {self.layer_ids[-1]} is above the model's {self.n_layers} blocks")
         samples = {"totals": self.totals.samples, "accounting": self.accounting.published, "index": self.index.rows}
@@ -387,6 +390,11 @@ def _objects(shards: dict[str, int], norm: FinalNormRef | None) -> dict[str, int
 def _check_layers(layer_ids: list[int]) -> None:
     if layer_ids != sorted(set(layer_ids)):
         raise ValueError(f"layer ids {layer_ids} are not distinct and ascending")
+
+
+def _check_encoding(encoding: Encoding, dtype: str) -> None:
+    if not encodes(encoding, dtype):
+        raise ValueError(f"encoding {encoding} does not hold {dtype}")
 
 
 def _check_time(text: str) -> None:

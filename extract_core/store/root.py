@@ -189,6 +189,12 @@ def _http_status(error: BaseException) -> int | None:
     return None
 
 
+def is_remote(url: str | os.PathLike[str]) -> bool:
+    """Whether a root, as the user wrote it, is no folder of this machine."""
+    protocol, separator, _ = os.fspath(url).strip().partition("://")
+    return bool(separator) and protocol not in ("file", "local")
+
+
 class Root:
     """A dataset root. Cheap to make, safe to pickle and to use after a fork; opens no connection by itself.
 
@@ -226,7 +232,7 @@ class Root:
                 f"dataset root {text!r} chains file systems; give the plain URL (caches would hide commits)"
             )
         protocol, separator, rest = text.partition("://")
-        if not separator or protocol in ("file", "local"):
+        if not is_remote(text):
             path = local_folder(rest if separator else text, "dataset root")
             return cls(str(path), local=path, storage_options={})
         if not rest.strip("/"):

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from extract_core.errors import CorruptDataError
-from extract_core.store.shard import HEADER_BYTES, _read_note
+from extract_core.store.shard import HEADER_BYTES
+from extract_core.store.writer import read_note
 
 
 class UnsealedShard:
@@ -22,7 +23,7 @@ class UnsealedShard:
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._shape, self.layer_ids = _read_note(self._fd, path)
+            self._shape, self.layer_ids = read_note(self._fd, path)
         except BaseException:
             os.close(self._fd)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import xxhash
 
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
+from extract_core.store.encoding import NONE
 from extract_core.store.index import read_index
 from extract_core.store.norms import read_norm
 from extract_core.store.records import Manifest, ShardRef
@@ -214,12 +215,19 @@ def _verify_shard(
             ("layer ids", manifest.layer_ids, list(header.layer_ids)),
             ("hidden size", manifest.hidden_size, header.hidden_size),
             ("dtype", manifest.dtype, header.dtype),
+            ("encoding", manifest.encoding, header.encoding),
         ):
             if expected != found:
                 report.add(name, f"header has other {what} than the manifest", expected, found)
 
-    spans = sorted({(use.byte_offset, use.byte_length) for use in uses})
-    digest, sums, tokens = _scan(root, name, size, spans, header, advance)
+    scan = _Scan({(use.byte_offset, use.byte_length): use.rows for use in uses}, header, name)
+    for chunk in _chunks(root, name, size):
+        scan.feed(chunk)
+        advance(len(chunk))
+    digest, sums, tokens = scan.sha256, scan.sums, scan.token_ids
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    if header is not None:
+        places = _places(header, scan.table, uses, name, report)
     if digest != shard.sha256:
         report.add(name, "sha256 differs", shard.sha256, digest)
     for use in uses:
@@ -231,9 +239,11 @@ def _verify_shard(
             report.add(name, f"xxh3 of {rows} differs", use.xxh3, checksum, use.sample)
         if header is None:
             continue
-        place = (header.data_offset + use.first_row * header.row_bytes, use.rows * header.row_bytes)
+        place = places.get((use.first_row, use.rows), "no such segment")
         if place != (use.byte_offset, use.byte_length) or use.first_row + use.rows > header.rows:
             report.add(name, f"byte range of {rows}", place, (use.byte_offset, use.byte_length), use.sample)
+        elif checksum == use.xxh3 and (use.byte_offset, use.byte_length) in scan.undecodable:
+            report.add(name, scan.undecodable[use.byte_offset, use.byte_length], sample=use.sample)
         stored = tokens[use.first_row : use.first_row + use.rows]
         if not np.array_equal(stored, use.token_ids):
             at = next((i for i, (a, b) in enumerate(zip(stored, use.token_ids, strict=False)) if a != b), len(stored))
@@ -241,37 +251,88 @@ def _verify_shard(
             report.add(name, f"token id of row {use.first_row + at} differs from the index", wanted, got, use.sample)
 
 
-def _scan(
-    root: Root,
-    name: str,
-    size: int,
-    spans: Sequence[tuple[int, int]],
-    header: ShardHeader | None,
-    advance: Callable[[int], None],
-) -> tuple[str, dict[tuple[int, int], str], np.ndarray[Any, Any]]:
-    """One pass over an object: its sha256, the xxh3_64 of every span that it holds whole, and its token ids."""
-    whole = hashlib.sha256()
-    sums: dict[tuple[int, int], str] = {}
-    active: list[tuple[tuple[int, int], xxhash.xxh3_64]] = []
-    tokens = bytearray()
-    waiting = 0
+def _chunks(root: Root, name: str, size: int) -> Iterator[memoryview]:
     for start in range(0, size, _CHUNK):
-        stop = min(start + _CHUNK, size)
-        chunk = memoryview(root.read_range(name, start, stop))
-        whole.update(chunk)
-        while waiting < len(spans) and spans[waiting][0] < stop:
-            active.append((spans[waiting], xxhash.xxh3_64()))
-            waiting += 1
+        yield memoryview(root.read_range(name, start, min(start + _CHUNK, size)))
+
+
+def _places(
+    header: ShardHeader, table: bytes, uses: Sequence[_Use], name: str, report: VerifyReport
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """Byte ranges of the segments: first row and rows to offset and length."""
+    if header.encoding == NONE:
+        width = header.row_bytes
+        return {(u.first_row, u.rows): (header.data_offset + u.first_row * width, u.rows * width) for u in uses}
+    try:
+        rows = header.parse_table(table, name).tolist()
+    except CorruptDataError as error:
+        report.add(name, str(error))
+        return {}
+    return {(first, count): (header.data_offset + offset, length) for first, count, offset, length, _ in rows}
+
+
+class _Scan:
+    """One pass over an object: its sha256, the xxh3_64 of every span that it holds whole, frame table and token ids.
+
+    Encoded spans are decoded as well, one at a time: a checksum only says that they are as they were written.
+    """
+
+    def __init__(self, rows: Mapping[tuple[int, int], int], header: ShardHeader | None, name: str) -> None:
+        self._rows, self._spans = rows, sorted(rows)
+        self._header, self._name = header, name
+        self._decodes = header is not None and header.encoding != NONE
+        self._whole = hashlib.sha256()
+        self._at = self._waiting = 0
+        self._active: list[tuple[tuple[int, int], xxhash.xxh3_64, bytearray]] = []
+        self._tail = bytearray()
+        self.sums: dict[tuple[int, int], str] = {}
+        self.undecodable: dict[tuple[int, int], str] = {}
+
+    def feed(self, chunk: memoryview) -> None:
+        """The next bytes."""
+        start, stop = self._at, self._at + len(chunk)
+        self._at = stop
+        self._whole.update(chunk)
+        while self._waiting < len(self._spans) and self._spans[self._waiting][0] < stop:
+            self._active.append((self._spans[self._waiting], xxhash.xxh3_64(), bytearray()))
+            self._waiting += 1
         still = []
-        for span, checksum in active:
+        for span, checksum, frame in self._active:
             first, end = span[0], span[0] + span[1]
-            checksum.update(chunk[max(first - start, 0) : max(min(end, stop) - start, 0)])
+            part = chunk[max(first - start, 0) : max(min(end, stop) - start, 0)]
+            checksum.update(part)
+            if self._decodes:
+                frame += part
             if end <= stop:
-                sums[span] = checksum.hexdigest()
+                self.sums[span] = checksum.hexdigest()
+                if self._decodes:
+                    self._decode(span, frame)
             else:
-                still.append((span, checksum))
-        active = still
-        if header is not None and stop > header.tokens_offset:
-            tokens += chunk[max(header.tokens_offset - start, 0) :]
-        advance(len(chunk))
-    return whole.hexdigest(), sums, np.frombuffer(bytes(tokens), dtype="<i4")
+                still.append((span, checksum, frame))
+        self._active = still
+        if self._header is not None and stop > self._header.table_offset:
+            self._tail += chunk[max(self._header.table_offset - start, 0) :]
+
+    def _decode(self, span: tuple[int, int], frame: bytearray) -> None:
+        assert self._header is not None
+        try:
+            self._header.format.decode(frame, self._rows[span], self._name)
+        except CorruptDataError as error:
+            self.undecodable[span] = str(error)
+
+    @property
+    def sha256(self) -> str:
+        """Of everything fed."""
+        return self._whole.hexdigest()
+
+    @property
+    def table(self) -> bytes:
+        """Bytes of the frame table."""
+        return bytes(self._tail[: self._header.table_bytes]) if self._header is not None else b""
+
+    @property
+    def token_ids(self) -> np.ndarray[Any, Any]:
+        """Token ids of all rows, int32."""
+        if self._header is None:
+            return np.empty(0, "<i4")
+        return np.frombuffer(bytes(self._tail[self._header.table_bytes :]), dtype="<i4")

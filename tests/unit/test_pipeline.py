@@ -30,8 +30,8 @@ from extract_core.store.commits import read_commits
 from extract_core.store.norms import read_norm
 from extract_core.store.records import FinalNormRef
 from extract_core.store.root import Root
-from extract_core.store.shard import ShardWriter
 from extract_core.store.verify import verify
+from extract_core.store.writer import ShardWriter
 
 from .cli import kit
 

@@ -24,8 +24,10 @@ from extract_core.store.records import (
     Totals,
 )
 from extract_core.store.root import Root
-from extract_core.store.shard import SealedShard, Segment, ShardWriter, seal_shard
+from extract_core.store.seal import seal_shard
+from extract_core.store.shard import SealedShard, Segment
 from extract_core.store.versions import publish
+from extract_core.store.writer import ShardWriter
 
 FINGERPRINT = "ab" * 32
 LAYERS, HIDDEN, BLOCKS = (2, 4, 6), 16, 6

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from extract_core.errors import CorruptDataError, StoreError
-from extract_core.store.shard import HEADER_BYTES, Segment, ShardReader, ShardWriter, read_header, seal_shard
+from extract_core.store.seal import seal_shard
+from extract_core.store.shard import HEADER_BYTES, Segment, ShardReader, read_header
+from extract_core.store.writer import ShardWriter
 from tests.unit.store.kit import raw
 from tests.unit.store.test_store_root import in_tiny_tmpfs
 
@@ -220,15 +222,15 @@ def test_killed_compaction_cannot_be_sealed_again(tmp_path):
     code = """
         import os, signal, sys
         from pathlib import Path
-        from extract_core.store import shard
-        plain, calls = shard._pwrite, []
+        from extract_core.store import seal, shard
+        plain, calls = seal.pwrite_all, []
         def dying(fd, offset, view):
             calls.append(offset)
             if len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             plain(fd, offset, view)
-        shard._pwrite = dying
-        shard.seal_shard(Path(sys.argv[1]), keep=[shard.Segment(1, 2000)], metadata={})
+        seal.pwrite_all = dying
+        seal.seal_shard(Path(sys.argv[1]), keep=[shard.Segment(1, 2000)], metadata={})
         """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
@@ -279,7 +281,7 @@ def test_full_disk_shows_before_any_row(tmp_path):
         import os, sys
         from pathlib import Path
         from extract_core.errors import NoSpaceError
-        from extract_core.store.shard import ShardWriter
+        from extract_core.store.writer import ShardWriter
         try:
             ShardWriter(Path(sys.argv[1]) / "s", rows=10000, layer_ids=[1], hidden_size=64, dtype="float32")
         except NoSpaceError as error:
@@ -299,7 +301,9 @@ def test_memory_does_not_grow_with_the_shard(tmp_path):
     code = """
         import resource, sys
         from pathlib import Path
-        from extract_core.store.shard import Segment, ShardWriter, seal_shard
+        from extract_core.store.seal import seal_shard
+        from extract_core.store.shard import Segment
+        from extract_core.store.writer import ShardWriter
         writer = ShardWriter(Path(sys.argv[1]), rows=24 * 1024, layer_ids=[1], hidden_size=1024, dtype="float32")
         writer.close()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
