@@ -10,10 +10,14 @@ BIN := $(VENV)/bin
 DEMO_DIR := .cache/coresample-demo
 LOCKS ?=
 PYTEST_ARGS ?=
+SOAK_ARGS ?= --minutes 45
 VERSIONS ?= 0.16.0 0.20.0 0.26.0 0.28.0 0.30.0 0.32.0
 COMPAT_ARGS ?=
+FAULTS ?= full
+FAMILY ?=
+RESUME ?=
 
-.PHONY: help demo test unit check format bench compat lock lock-check audit env env-demo clean
+.PHONY: help demo test unit check format bench compat faults soak lock lock-check audit env env-demo clean
 
 help:
 	@echo "make demo        environment, small real model, real chats -> a published, verified dataset"
@@ -23,6 +27,8 @@ help:
 	@echo "make format      mend formatting and what the linter can mend"
 	@echo "make bench       the benchmarks"
 	@echo "make compat      the compatibility suite on VERSIONS='$(VERSIONS)' (COMPAT_ARGS=--check changes no file)"
+	@echo "make faults      the fault suite (FAULTS=short: a few minutes; FAMILY='kills s3': some of it; RESUME=1: go on)"
+	@echo "make soak        45 minutes of extraction under random faults (SOAK_ARGS='--minutes 3')"
 	@echo "make lock        remake requirements/*.lock (LOCKS='cpu cuda' for some; LOCKS=--upgrade for newest versions)"
 	@echo "make lock-check  do the locks fit their inputs, and does the CUDA environment still resolve?"
 	@echo "make audit       known vulnerabilities of the locked versions"
@@ -66,6 +72,16 @@ bench: env
 # An environment per vLLM release under .cache/compat, then docs/compatibility.md from what was measured.
 compat: env
 	@$(BIN)/python scripts/compat.py $(COMPAT_ARGS) $(VERSIONS)
+
+# Counts go to benchmarks/results/faults.json, and from there to docs/reliability.md; the short form keeps its own.
+faults: env
+	@FAULTS=$(FAULTS) FAULTS_RESUME=$(RESUME) $(BIN)/python -m pytest -q \
+	  $(if $(FAMILY),$(foreach family,$(FAMILY),$(wildcard tests/faults/test_$(family).py tests/faults/$(family))),tests/faults) $(PYTEST_ARGS)
+	@if [ "$(FAULTS)" = full ]; then $(BIN)/python scripts/reliability.py; fi
+
+soak: env
+	@$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
+	@$(BIN)/python scripts/reliability.py
 
 lock: env
 	@$(BIN)/python scripts/lock.py $(LOCKS)

@@ -60,7 +60,8 @@ def sharegpt(demo_dir: Path) -> Callable[[int], Path]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The compatibility suite runs where it is named: ``make compat`` gives it an environment and its options."""
-    if collection_path == Path(__file__).parent / "compat" and not any("compat" in arg for arg in config.args):
-        return True
+    """The compatibility and fault suites run where they are named: ``make compat`` and ``make faults``."""
+    for suite in ("compat", "faults"):
+        if collection_path == Path(__file__).parent / suite and not any(suite in arg for arg in config.args):
+            return True
     return None

@@ -1,6 +1,6 @@
 """A real S3 server on loopback: Ceph's radosgw over one monitor and one OSD that keeps its objects in memory.
 
-Needs Debian's packages: ``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw`` (16.2 was tried), and root.
+Needs root, and Debian's packages: ``apt-get install --no-install-recommends ceph-mon ceph-osd radosgw`` (16.2).
 Everything lives in one temporary folder; nothing of the machine's own Ceph configuration is read. cephx stays on, since
 radosgw does not start without it. Used as a context manager or by hand:
 
@@ -143,7 +143,7 @@ class RadosGateway:
         return self
 
     def _start(self, folder: Path) -> None:
-        mon, rgw = _free_port(), _free_port()
+        mon, rgw = free_port(), free_port()
         fsid = str(uuid.uuid4())
         config = folder / "ceph.conf"
         config.write_text(CONFIG.format(fsid=fsid, mon=mon, rgw=rgw, folder=folder, bytes=self._device_bytes))
@@ -257,14 +257,13 @@ class RadosGateway:
             time.sleep(0.2)
 
     def _last_words(self) -> str:
-        words = []
-        for path in sorted(self.folder.glob("*.out")) + sorted(self.folder.glob("*.log")) if self.folder else []:
-            if text := path.read_text(errors="replace")[-1000:].strip():
-                words.append(f"{path.name}: {text}")
-        return "\n".join(words)
+        paths = [*self.folder.glob("*.out"), *self.folder.glob("*.log")] if self.folder else []
+        texts = {path.name: path.read_text(errors="replace")[-1000:].strip() for path in sorted(paths)}
+        return "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,0 +1,185 @@
+"""Whole jobs without an engine: real plan, spool, commits, checks and publication, with rows from a random generator.
+
+What stands in for the engine fills the shard file through the same writer, and is as repeatable: the same shard gives
+the same bytes. So thousands of store operations can be put through faults in the time of one engine start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from extract_core import local, pipeline, spool
+from extract_core.cli.common import understood
+from extract_core.engine.protocol import FinalNorm, Progress, ShardDone, ShardJob
+from extract_core.job import Job, prepare
+from extract_core.settings import load_job
+from extract_core.store.records import Manifest
+from extract_core.store.writer import ShardWriter
+
+DELAYS_S = (0.05, 0.2, 0.5)
+"""Pauses between tries; as many tries as a run has."""
+
+
+class RandomRows:
+    """Stands where a run has its engine (``EngineSupervisor``).
+
+    Args:
+        job: the job.
+        before: called before each shard.
+        salt: other rows for the same samples.
+    """
+
+    def __init__(self, job: Job, *, before: Callable[[int], None] = lambda shard: None, salt: int = 0):
+        self._job, self._before, self._salt = job, before, salt
+        self.preflight: dict[str, Any] = {"made_of": "random rows"}
+        self.info: dict[str, Any] = {"vllm": "none", "made_of": "random rows"}
+        self.final_norm = FinalNorm("rms", 1e-5, 0.0, np.ones(job.model.hidden_size, "<f4").tobytes())
+        self.kills: Counter[str] = Counter()
+        self.blamed = 0
+        self.shards = 0
+
+    def suspects(self) -> list[str]:
+        """No engine died."""
+        return []
+
+    def killers(self) -> list[str]:
+        """No engine died."""
+        return []
+
+    def extract(self, request: ShardJob, on_progress: Callable[[Progress], None]) -> ShardDone:
+        """Fill the file of a shard."""
+        self._before(self.shards)
+        self.shards += 1
+        job = self._job
+        dtype = getattr(torch, job.dtype)
+        writer = ShardWriter(
+            Path(request.path),
+            rows=request.rows,
+            layer_ids=job.layer_ids,
+            hidden_size=job.model.hidden_size,
+            dtype=job.dtype,
+        )
+        scale = torch.arange(1, len(job.layer_ids) + 1)[None, :, None].float()
+        for sample in request.samples:
+            ids = np.frombuffer(sample.token_ids, "<i4")
+            seed = int(sample.sample_id.encode().hex()[-12:], 16) + self._salt
+            generator = torch.Generator().manual_seed(seed)
+            shape = (len(ids), len(job.layer_ids), job.model.hidden_size)
+            rows = (torch.randn(shape, generator=generator) * scale).to(dtype)
+            writer.write_rows(sample.first_row, memoryview(rows.reshape(-1).view(torch.uint8).numpy()))
+            writer.write_token_ids(sample.first_row, ids)
+        writer.close()
+        tokens = {sample.sample_id: 7 for sample in request.samples}
+        on_progress(Progress([], list(tokens), request.rows, 1))
+        return ShardDone(request.attempt, tokens, dict(tokens), {}, {"engine_s": 0.1})
+
+
+def run(path: Path, root: str, **options: Any) -> Manifest:
+    """The steps of ``local.run`` with random rows.
+
+    Args:
+        path: the job file.
+        root: the dataset root.
+        options: for ``RandomRows``.
+    """
+    settings = load_job(path, {"root": root})
+    retried = partial(local.with_retries, delays_s=DELAYS_S)
+    started = time.time()
+    job = retried(lambda: prepare(settings))
+    if (published := retried(job.published)) is not None:
+        return published
+    rows = RandomRows(job, **options)
+    todo = retried(lambda: pipeline.open_shards(job))
+    spool.clean(job.spool)
+    with spool.RunFolder(job.spool) as folder:
+        for shard in todo:
+            captured = pipeline.capture_shard(job, rows, folder, shard)  # type: ignore[arg-type]
+            retried(lambda captured=captured: pipeline.commit_shard(job, captured))
+    report = retried(lambda: pipeline.validate(job))
+    return retried(lambda: pipeline.publish(job, report, started=started))
+
+
+def attempt(path: Path, root: str, **options: Any) -> tuple[Manifest | None, str]:
+    """Run it once: the manifest, or the message that a user would get.
+
+    Raises:
+        Exception: whatever a user would see as a traceback.
+    """
+    try:
+        return run(path, root, **options), ""
+    except Exception as error:
+        known = understood(error)
+        if known is None or not str(known).strip():
+            raise
+        return None, f"{type(known).__name__}: {known}"
+
+
+class Watcher:
+    """Resident memory of this process, sampled by a thread; ``peak`` in bytes."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            self.peak = max(self.peak, rss())
+
+    def stop(self) -> int:
+        """The peak."""
+        self._ended.set()
+        return max(self.peak, rss())
+
+
+def rss() -> int:
+    """Resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> int:
+    """``python -m tests.faults.storejob JOB ROOT``: one run in a process of its own; JSON on the last line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job", type=Path)
+    parser.add_argument("root")
+    parser.add_argument("--wait-at", type=int, help="stop (SIGSTOP) before this shard")
+    chosen = parser.parse_args()
+
+    def before(shard: int) -> None:
+        if shard == chosen.wait_at:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    idle, started = rss(), time.monotonic()
+    watcher = Watcher()
+    manifest, message = attempt(chosen.job, chosen.root, before=before)
+    document = {
+        "version": manifest.version if manifest else None,
+        "message": message,
+        "rss_before": idle,
+        "rss_peak": watcher.stop(),
+        "seconds": time.monotonic() - started,
+    }
+    print(json.dumps(document), flush=True)
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    return 0 if manifest else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
