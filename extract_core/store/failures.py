@@ -47,7 +47,7 @@ _NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "P
 _CREDENTIAL_CODES = {
     "ExpiredToken": "the credentials have expired: renew them",
     "InvalidAccessKeyId": "the store does not know this access key: check the credentials",
-    "RequestTimeTooSkewed": "the clocks of this machine and of the store differ by more than the store allows: set them",
+    "RequestTimeTooSkewed": "the clocks of this machine and of the store differ too much: set them",
     "SignatureDoesNotMatch": "the secret key does not fit the access key: check the credentials",
 }
 _CLIENTS = frozenset({"aiohttp", "botocore", "aiobotocore", "urllib3"})

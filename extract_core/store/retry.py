@@ -1,7 +1,7 @@
 """When a request to a store is tried again: the one policy of all clients and operations.
 
-The clients' own retries are switched off (see ``Root``), because stacked policies multiply: botocore's five tries inside
-s3fs's five inside ours would keep a dead server for minutes.
+The clients' own retries are switched off (see ``Root``), because stacked policies multiply: botocore's five tries in
+s3fs's five in ours would wait for a dead server for minutes.
 """
 
 from __future__ import annotations

@@ -14,17 +14,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
 import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from extract_core.errors import (
     AlreadyExistsError,
+    CoresampleError,
     CorruptDataError,
     NoSpaceError,
     RootConflictError,
@@ -34,71 +34,26 @@ from extract_core.errors import (
     StoreUnavailableError,
     shortened,
 )
-from extract_core.store import listing
-from extract_core.store.layout import PLANS, PROBES, VERSIONS
+from extract_core.progress import reporter
+from extract_core.store import listing, s3, upload
+from extract_core.store.bulk import BulkClient, Choice, choose
+from extract_core.store.failures import FULL, failure, http_status, is_transient, reason
+from extract_core.store.layout import PLANS, PROBES, VERSIONS, object_digest
+from extract_core.store.protocols import protocol_of
+from extract_core.store.retry import Retry
+
+__all__ = ["MAX_RECORD_BYTES", "TEMP_PREFIX", "Root", "check_writable", "failure", "is_remote", "local_folder"]
+
+T = TypeVar("T")
 
 TEMP_PREFIX = ".tmp-"
 MAX_RECORD_BYTES = 64 * 2**20
 """Records go in ONE put: stores disagree on whether a conditional multipart upload is exclusive."""
 
 _COPY_CHUNK = 2**20
-_CONFLICT_TRIES = 6
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_TRANSIENT = frozenset(
-    {
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTUNREACH,
-        errno.ENETUNREACH,
-        errno.EPIPE,
-        errno.EREMOTEIO,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-    }
-)
+_S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60}
+"""Seconds; s3fs's own (5 and 15) give up on servers that are only slow."""
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
-
-
-def failure(error: BaseException, action: str, path: str) -> StoreError:
-    """The StoreError that says what failed where, and what to do about it.
-
-    Args:
-        error: what the operating system or the store's client raised.
-        action: what was tried, as an infinitive: "write", "read", "list".
-        path: the full path or URL.
-    """
-    if isinstance(error, StoreError):
-        return error
-    number = getattr(error, "errno", None)
-    text = f"cannot {action} {path}: {_reason(error)}"
-    if number in _FULL:
-        if number == errno.EFBIG:
-            return NoSpaceError(f"{text}; raise the file size limit (ulimit -f), then run the same command again")
-        return NoSpaceError(
-            f"{text}; free space or raise the quota, then run the same command again (finished shards are kept)"
-        )
-    if isinstance(error, FileNotFoundError):
-        kind = StoreError if action == "store" else RootError  # storing may also miss its local source
-        return kind(f"{text}; create the bucket or folder, or correct the root")
-    if isinstance(error, PermissionError) or number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return RootError(f"{text}; check the permissions and credentials for this root, or give another root")
-    if isinstance(error, ImportError):
-        return StoreError(f"{text}; install the package it names")
-    origin = type(error).__module__.partition(".")[0]
-    if type(error).__name__ in {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}:
-        return RootError(f"{text}; give credentials through the environment or a profile")
-    if (
-        isinstance(error, TimeoutError | ConnectionError)
-        or type(error).__name__ == "FSTimeoutError"
-        or number in _TRANSIENT
-        or origin in {"aiohttp", "botocore", "aiobotocore", "urllib3"}
-        or _http_status(error) in (429, 500, 502, 503, 504)
-    ):
-        return StoreUnavailableError(f"{text}; the store did not answer, try again later")
-    return StoreError(text)
 
 
 def local_folder(text: str | os.PathLike[str], what: str) -> Path:
@@ -161,7 +116,7 @@ def check_writable(path: Path, what: str) -> None:
         temp.mkdir()
         temp.rmdir()
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise failure(error, "write", str(above)) from error
         where = f"{above} cannot be written" if above == path else f"it cannot be made in {above}"
         raise RootError(
@@ -170,29 +125,14 @@ def check_writable(path: Path, what: str) -> None:
         ) from error
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return str(error.strerror)
-    return str(error) or type(error).__name__
-
-
-def _http_status(error: BaseException) -> int | None:
-    """HTTP status behind a client's exception, where one is attached."""
-    seen: BaseException | None = error
-    while seen is not None:
-        response = getattr(seen, "response", None)
-        if isinstance(response, Mapping):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if isinstance(status, int):
-                return status
-        seen = seen.__cause__
-    return None
-
-
 def is_remote(url: str | os.PathLike[str]) -> bool:
     """Whether a root, as the user wrote it, is no folder of this machine."""
     protocol, separator, _ = os.fspath(url).strip().partition("://")
     return bool(separator) and protocol not in ("file", "local")
+
+
+def _tell_given_up(why: str) -> None:
+    reporter().note(f"uploads go on through s3fs: {why}")
 
 
 class Root:
@@ -201,22 +141,31 @@ class Root:
     Attributes:
         url: the folder (absolute) or URL without a trailing slash; names no credentials.
         exclusive: whether the store creates exclusively, once ``probe_exclusive`` has been called; None before.
+        guard: called before a record is created in a store without exclusive creation; raises when this run must not.
     """
 
-    def __init__(self, url: str, *, local: Path | None, storage_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, url: str, *, local: Path | None, storage_options: Mapping[str, Any], client: Choice = "auto"
+    ) -> None:
         self.url = url
         self.exclusive: bool | None = None
+        self.guard: Callable[[], None] | None = None
         self._local = local
         self._options = dict(storage_options)
+        self._client: Choice = client
+        self._retry = Retry.from_options(self._options)
         self._remote: tuple[int, Any, str] | None = None
+        self._bulk: tuple[int, BulkClient | None, str | None] | None = None
 
     @classmethod
-    def open(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> Root:
+    def open(cls, url: str, storage_options: Mapping[str, Any] | None = None, client: Choice = "auto") -> Root:
         """Name a root.
 
         Args:
             url: a folder (it need not exist yet), ``file://...`` or any URL that fsspec knows, e.g. ``s3://bucket/prefix``.
             storage_options: passed to the fsspec file system.
+            client: who carries the bytes of large files to S3: ``s3fs``, ``obstore``, or ``auto``, which is obstore
+                where it is installed and can do what the options ask.
 
         Raises:
             SettingsError: the URL is malformed or of an unknown kind, or the options do not fit it.
@@ -237,7 +186,7 @@ class Root:
             return cls(str(path), local=path, storage_options={})
         if not rest.strip("/"):
             raise SettingsError(f"dataset root {text!r} names no bucket or folder; write {protocol}://bucket/prefix")
-        root = cls(text.rstrip("/"), local=None, storage_options=storage_options or {})
+        root = cls(text.rstrip("/"), local=None, storage_options=storage_options or {}, client=client)
         root._open_remote()
         return root
 
@@ -259,7 +208,7 @@ class Root:
         return f"Root({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Root.open, (self.url, self._options), {"exclusive": self.exclusive}
+        return Root.open, (self.url, self._options, self._client), {"exclusive": self.exclusive}
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +228,7 @@ class Root:
             import fsspec
 
             try:
-                fs, prefix = fsspec.url_to_fs(self.url, **{**self._options, "use_listings_cache": False})
+                fs, prefix = fsspec.url_to_fs(self.url, **self._fs_options())
             except ImportError as error:
                 raise StoreError(f"cannot open {self.url}: {error}") from error
             except (ValueError, TypeError) as error:
@@ -290,8 +239,37 @@ class Root:
                 raise
             except Exception as error:
                 raise failure(error, "open", self.url) from error
+            if s3.is_s3(fs):
+                fs.retries = 1  # tries are counted in one place, Retry
             self._remote = (os.getpid(), fs, prefix.rstrip("/"))
         return self._remote[1], self._remote[2]
+
+    def _fs_options(self) -> dict[str, Any]:
+        options = {**self._options, "use_listings_cache": False}
+        if protocol_of(self.url) in ("s3", "s3a"):
+            config = dict(options.get("config_kwargs") or {})
+            options["config_kwargs"] = {**_S3_TIMEOUTS, **config, "retries": {"total_max_attempts": 1}}
+        return options
+
+    def bulk_client(self) -> tuple[BulkClient | None, str | None]:
+        """The client that carries the bytes of large files beside s3fs, and why there is none; asked once.
+
+        Raises:
+            SettingsError: the job asks for obstore, which cannot be had.
+            StoreError: the store's client cannot be set up.
+        """
+        fs, prefix = self._open_remote() if self._local is None else (None, "")
+        if fs is None or not s3.is_s3(fs):
+            return None, None
+        if self._bulk is None or self._bulk[0] != os.getpid():
+            try:
+                bulk, why = choose(self._client, fs, fs.split_path(prefix)[0], _tell_given_up)
+            except CoresampleError:
+                raise
+            except Exception as error:
+                raise failure(error, "open", self.url) from error
+            self._bulk = (os.getpid(), bulk, why)
+        return self._bulk[1], self._bulk[2]
 
     def _target(self, rel: str) -> tuple[Any, str]:
         fs, prefix = self._open_remote()
@@ -309,8 +287,7 @@ class Root:
         with self._reading(rel):
             if (path := self.local_path(rel)) is not None:
                 return path.read_bytes()
-            fs, target = self._target(rel)
-            return bytes(fs.cat_file(target))
+            return self._remotely(rel, _read_whole)
 
     def read_range(self, rel: str, start: int, stop: int) -> bytes:
         """Bytes ``start`` (included) to ``stop`` (excluded), always all of them, in one request.
@@ -329,13 +306,7 @@ class Root:
                 with path.open("rb", buffering=0) as file:
                     data = _pread(file.fileno(), start, stop)
             else:
-                fs, target = self._target(rel)
-                try:
-                    data = bytes(fs.cat_file(target, start=start, end=stop))
-                except OSError as error:
-                    if _http_status(error) != 416:
-                        raise
-                    data = b""
+                data = self._remotely(rel, lambda fs, target: _read_range(fs, target, start, stop))
         if len(data) != stop - start:
             raise CorruptDataError(
                 f"{self.describe(rel)} is cut short: bytes {start}..{stop} were expected, {len(data)} of them came; "
@@ -363,11 +334,7 @@ class Root:
                 if path.is_dir():
                     raise FileNotFoundError(errno.ENOENT, "is a folder", str(path))
                 return path.stat().st_size
-            fs, target = self._target(rel)
-            info = fs.info(target)
-            if info.get("type") == "directory" or info.get("size") is None:
-                raise FileNotFoundError(errno.ENOENT, "is a folder", target)
-            return int(info["size"])
+            return self._remotely(rel, _size)
 
     def list(self, rel_dir: str) -> list[str]:
         """Names (not paths) in a folder ("" is the root), sorted, asked anew each time; empty when it is absent."""
@@ -376,10 +343,7 @@ class Root:
                 if (path := self.local_path(rel_dir)) is not None:
                     names = [item.name for item in path.iterdir()]
                 else:
-                    fs, target = self._target(rel_dir)
-                    fs.invalidate_cache()
-                    found = (str(item).rstrip("/") for item in fs.ls(target, detail=False))
-                    names = [item.rpartition("/")[2] for item in found if item != target]
+                    names = self._remotely(rel_dir, _names)
         except FileNotFoundError:
             return []
         return sorted(name for name in names if not name.startswith(TEMP_PREFIX))
@@ -396,7 +360,7 @@ class Root:
             with self._reading(rel_dir, action="list"):
                 if (path := self.local_path(rel_dir)) is not None:
                     return listing.local_entries(path, rel_dir)
-                return listing.remote_entries(*self._target(rel_dir), rel_dir)
+                return self._remotely(rel_dir, lambda fs, target: listing.remote_entries(fs, target, rel_dir))
         except FileNotFoundError:
             return []
 
@@ -410,8 +374,7 @@ class Root:
             with self._reading(rel):
                 if (path := self.local_path(rel)) is not None:
                     return path.lstat().st_mtime
-                fs, target = self._target(rel)
-                return listing.time_of(fs, target, fs.info(target))
+                return self._remotely(rel, lambda fs, target: listing.time_of(fs, target, fs.info(target)))
         except FileNotFoundError:
             return None
 
@@ -424,16 +387,16 @@ class Root:
         if self._local is not None:
             return []
         with self._reading("", action="list unfinished uploads of"):
-            return listing.unfinished_uploads(*self._target(""))
+            return self._remotely("", listing.unfinished_uploads)
 
-    def abort_upload(self, upload: listing.Upload) -> None:
+    def abort_upload(self, unfinished: listing.Upload) -> None:
         """End an unfinished upload and free its parts; one that is gone is no error."""
         try:
-            listing.abort_upload(*self._target(""), upload)
+            self._remotely("", lambda fs, target: listing.abort_upload(fs, target, unfinished))
         except FileNotFoundError:
             return
         except Exception as error:
-            raise failure(error, "abort the upload of", self.describe(upload.path)) from error
+            raise failure(error, "abort the upload of", self.describe(unfinished.path)) from error
 
     def delete_empty_folder(self, rel_dir: str) -> bool:
         """Remove a local folder if nothing is in it; object stores have no folders."""
@@ -445,6 +408,11 @@ class Root:
         except OSError:
             return False
         return True
+
+    def _remotely(self, rel: str, request: Callable[[Any, str], T]) -> T:
+        """Make a request that is safe to repeat, again while its failure may pass."""
+        fs, target = self._target(rel)
+        return self._retry.call(lambda: request(fs, target))
 
     @contextlib.contextmanager
     def _reading(self, rel: str, action: str = "read") -> Iterator[None]:
@@ -479,6 +447,8 @@ class Root:
                 f"{self.describe(rel)} would have {len(data)} bytes; records are at most {MAX_RECORD_BYTES}"
             )
         if self.exclusive is False:
+            if self.guard is not None:
+                self.guard()
             if self.exists(rel):
                 raise AlreadyExistsError(self.describe(rel), self.read_bytes(rel))
             self.put_bytes(rel, data)
@@ -514,52 +484,60 @@ class Root:
 
     def _put_if_absent(self, rel: str, data: bytes) -> None:
         fs, target = self._target(rel)
-        for tried in range(_CONFLICT_TRIES):
+        waits = self._retry.waits()
+        unclear = False
+        while True:
             try:
-                fs.pipe_file(target, data, mode="create")
+                _create(fs, target, data)
                 return
             except Exception as error:
-                status = _http_status(error)
-                refused = isinstance(error, FileExistsError) or status == 412
-                try:
-                    existing = self.read_bytes(rel)
-                except FileNotFoundError:
-                    existing = None
+                # Stores say it as 412, some clients as FileExistsError, s3fs on Ceph as errno 22 caused by a 412.
+                refused = isinstance(error, FileExistsError) or http_status(error) == 412
+                existing = self._look(rel)
                 if existing is not None:
-                    if existing == data and not refused:
-                        return  # the PUT arrived, only its answer was lost
+                    if existing == data and (unclear or not refused):
+                        return  # a PUT of this call arrived, only its answer was lost
                     raise AlreadyExistsError(self.describe(rel), existing) from error
-                if status == 409 and tried + 1 < _CONFLICT_TRIES:
-                    time.sleep(random.uniform(0.05, 0.2) * 2**tried)  # another conditional PUT was in flight: ask again
-                    continue
-                if status in (400, 501) or isinstance(error, NotImplementedError):
+                conflict = http_status(error) == 409  # another conditional PUT was in flight: ask again
+                may_pass = refused or conflict or is_transient(error)
+                if not may_pass and (http_status(error) in (400, 501) or isinstance(error, NotImplementedError)):
                     raise StoreError(
-                        f"cannot create {self.describe(rel)}: the store refuses conditional writes ({_reason(error)})"
+                        f"cannot create {self.describe(rel)}: the store refuses conditional writes ({reason(error)})"
                     ) from error
-                raise failure(error, "create", self.describe(rel)) from error
+                wait = next(waits, None) if may_pass else None
+                if wait is None:
+                    raise failure(error, "create", self.describe(rel)) from error
+                unclear = unclear or not conflict
+                time.sleep(wait)
 
-    def put_file(self, local: Path, rel: str) -> None:
+    def _look(self, rel: str) -> bytes | None:
+        try:
+            return self.read_bytes(rel)
+        except FileNotFoundError:
+            return None
+
+    def put_file(self, local: Path, rel: str, *, on_bytes: upload.OnBytes | None = None) -> None:
         """Move a finished local file into the root as an immutable object, durable on return.
 
         ``local`` is consumed: it is gone when the call returns, and untouched when the call fails. Local roots: fsync
-        and rename, or a copy under a temporary name where ``local`` is on another file system. Remote: upload, then
-        the stored size is compared.
+        and rename, or a copy under a temporary name where ``local`` is on another file system. Remote: an upload whose
+        bytes are checked end to end (``store.upload``); nothing is left under the name when it fails.
+
+        Args:
+            local: the file. Where ``rel`` names its content by sha256, a remote root compares it.
+            rel: the object's name.
+            on_bytes: told how many more bytes are on their way to a remote root; negative to take some back.
 
         Raises:
+            CorruptDataError: the local file is not what its name says.
+            UploadMismatchError: the store holds other bytes than were sent, after several tries.
             NoSpaceError, StoreUnavailableError, StoreError: as everywhere.
         """
         local = Path(local)
         path = self.local_path(_checked(rel))
         try:
-            expected = local.stat().st_size
             if path is None:
-                fs, target = self._target(rel)
-                fs.put_file(str(local), target)
-                stored = self.size(rel)
-                if stored != expected:
-                    raise StoreError(
-                        f"upload of {self.describe(rel)} is incomplete: {expected} bytes sent, {stored} stored"
-                    )
+                self._upload(local, rel, on_bytes)
             else:
                 _make_folder(path.parent)
                 _sync_file(local)
@@ -576,14 +554,22 @@ class Root:
         except Exception as error:
             raise failure(error, "store", self.describe(rel)) from error
 
+    def _upload(self, local: Path, rel: str, on_bytes: upload.OnBytes | None) -> None:
+        fs, target = self._target(rel)
+        sha256 = object_digest(rel.rpartition("/")[2])
+        if s3.is_s3(fs):
+            bulk, _ = self.bulk_client()
+            upload.S3Upload(fs, target, retry=self._retry, bulk=bulk, on_bytes=on_bytes).run(local, sha256)
+        else:
+            upload.other_store(fs, target, local, retry=self._retry, sha256=sha256, on_bytes=on_bytes)
+
     def put_bytes(self, rel: str, data: bytes) -> None:
         """Write a small object, replacing one that is there; readers see the old or the new one, never a mixture."""
         path = self.local_path(_checked(rel))
         temp = None
         try:
             if path is None:
-                fs, target = self._target(rel)
-                fs.pipe_file(target, data)
+                self._remotely(rel, lambda fs, target: _replace(fs, target, data))
             else:
                 temp = _temp_beside(path)
                 _make_folder(path.parent)
@@ -605,9 +591,8 @@ class Root:
             if (path := self.local_path(rel)) is not None:
                 path.unlink(missing_ok=True)
             else:
-                fs, target = self._target(rel)
                 with contextlib.suppress(FileNotFoundError):
-                    fs.rm_file(target)
+                    self._remotely(rel, lambda fs, target: fs.rm_file(target))
         except StoreError:
             raise
         except Exception as error:
@@ -646,6 +631,49 @@ class Root:
                     folder.rmdir()
         self.exclusive = answer
         return answer
+
+
+def _read_whole(fs: Any, target: str) -> bytes:
+    data = s3.get(fs, target) if s3.is_s3(fs) else None
+    return bytes(fs.cat_file(target)) if data is None else data
+
+
+def _read_range(fs: Any, target: str, start: int, stop: int) -> bytes:
+    if s3.is_s3(fs):
+        return s3.get_range(fs, target, start, stop)
+    try:
+        return bytes(fs.cat_file(target, start=start, end=stop))
+    except OSError as error:
+        if http_status(error) != 416:
+            raise
+        return b""
+
+
+def _size(fs: Any, target: str) -> int:
+    info = fs.info(target)
+    if info.get("type") == "directory" or info.get("size") is None:
+        raise FileNotFoundError(errno.ENOENT, "is a folder", target)
+    return int(info["size"])
+
+
+def _names(fs: Any, target: str) -> list[str]:
+    fs.invalidate_cache()
+    found = (str(item).rstrip("/") for item in fs.ls(target, detail=False))
+    return [item.rpartition("/")[2] for item in found if item != target]
+
+
+def _create(fs: Any, target: str, data: bytes) -> None:
+    if s3.is_s3(fs):
+        s3.put(fs, target, data, create=True)
+    else:
+        fs.pipe_file(target, data, mode="create")
+
+
+def _replace(fs: Any, target: str, data: bytes) -> None:
+    if s3.is_s3(fs):
+        s3.put(fs, target, data)
+    else:
+        upload.replace(fs, target, data)
 
 
 def _checked(rel: str) -> str:
