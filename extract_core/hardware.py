@@ -45,6 +45,24 @@ def visible_gpus() -> list[Gpu]:
     return found if found is not None else choose(_nvidia_smi(), wanted)
 
 
+def driver_version() -> str | None:
+    """Version of the GPUs' driver; None without one."""
+    try:
+        pynvml = importlib.import_module("pynvml")
+    except ImportError:
+        return _ask_nvidia_smi("driver_version").partition("\n")[0].strip() or None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return _text(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def choose(gpus: list[Gpu], wanted: str | None) -> list[Gpu]:
     """The GPUs that a CUDA_VISIBLE_DEVICES names, by number or beginning of the uuid; CUDA stops at an unknown."""
     if wanted is None:
@@ -101,20 +119,25 @@ def _text(value: Any) -> str:
 
 
 def _nvidia_smi() -> list[Gpu]:
+    return parse_nvidia_smi(_ask_nvidia_smi("index,uuid,name,memory.total,memory.free"))
+
+
+def _ask_nvidia_smi(fields: str) -> str:
+    """What nvidia-smi prints, a line per GPU; empty where it is absent or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return []
+        return ""
     try:
         done = subprocess.run(
-            [tool, "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"],
+            [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=20,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_nvidia_smi(done.stdout) if done.returncode == 0 else []
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def parse_nvidia_smi(text: str) -> list[Gpu]:
@@ -186,5 +209,18 @@ def _one_limit(folder: Path, limit: str, used: str, idle: str) -> Iterator[tuple
 
 def disk_free(folder: Path) -> int:
     """Free bytes on the disk of a folder, which need not exist yet."""
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether a folder, which need not exist yet, lies in a file system that is kept in main memory."""
+    import psutil
+
+    place = _existing(folder).resolve()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    kind = next((mounts[above] for above in (place, *place.parents) if above in mounts), "")
+    return kind in ("tmpfs", "ramfs")
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder, *folder.parents) if place.exists())

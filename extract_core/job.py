@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from extract_core.chat import ChatTokenizer, InputFile, input_files, load_chat_t
 from extract_core.engine.compat import refuse_extra
 from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.versions import installed_engine
-from extract_core.errors import RootConflictError, SettingsError
+from extract_core.errors import CorruptDataError, RootConflictError, SettingsError
+from extract_core.hardware import disk_free, in_memory
 from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype, store_encoding
 from extract_core.planning.layers import resolve_layer_ids
 from extract_core.planning.memory import MemoryPlan, machine, memory_plan, reference_bytes, wants_reference
@@ -23,23 +26,18 @@ from extract_core.planning.plan import Plan, load_plan, make_plan, read_plan_met
 from extract_core.planning.sizes import Demand, demand_of, engine_sizes
 from extract_core.progress import reporter
 from extract_core.settings import JobSettings
+from extract_core.spool import SpoolLimit
 from extract_core.store import layout
-from extract_core.store.encoding import Encoding
+from extract_core.store.encoding import NONE, Encoding
 from extract_core.store.objects import lost_objects
+from extract_core.store.protocols import refuse_as_output
 from extract_core.store.records import Manifest
 from extract_core.store.root import Root
-from extract_core.store.versions import latest_version, read_manifest
+from extract_core.store.versions import latest_version, list_versions, read_manifest
 
-_OWN_NAMES = {
-    layout.SHARDS,
-    layout.NORMS,
-    layout.INDEXES,
-    layout.REPORTS,
-    layout.PLANS,
-    layout.VERSIONS,
-    layout.LATEST,
-    layout.PROBES,
-}
+SPOOLED_SHARDS = 4
+"""Shards of the target size that the spool holds, and shards stored at once, where the job does not say."""
+
 _SAME_DATASET = ("model", "tokenizer", "samples", "layer_ids", "dtype", "encoding")
 
 
@@ -98,6 +96,8 @@ class Job:
             shard_rows=max((shard.rows for shard in meta.shards), default=0),
             shards=len(meta.shards),
             reference=reference_bytes(model) if wants_reference(settings, model) else 0,
+            spool=self.spool_limit.nbytes,
+            spool_in_memory=in_memory(self.spool),
         )
 
     def memory_plan(self) -> MemoryPlan:
@@ -151,12 +151,27 @@ class Job:
             return Path(chosen).expanduser()
         return self.root.local_path(".spool") or Path(tempfile.gettempdir()) / "coresample-spool"
 
+    @cached_property
+    def spool_limit(self) -> SpoolLimit:
+        """How much may wait there for the store; by default four shards, or half of what is free."""
+        store = self.settings.store
+        return SpoolLimit(
+            nbytes=store.spool_bytes or min(SPOOLED_SHARDS * store.shard_bytes, disk_free(self.spool) // 2),
+            shards=store.commit_threads or max(1, min(SPOOLED_SHARDS, (os.cpu_count() or 1) // 2)),
+            row_bytes=spooled_row_bytes(self.spec.row_bytes, self.encoding),
+        )
+
     def published(self) -> Manifest | None:
         """The latest version if it is exactly this plan and all its files are there: then there is nothing to do."""
         latest = _latest(self.root)
         if latest is None or latest.fingerprint != self.plan.fingerprint:
             return None
         return None if lost_objects(self.root, latest.objects) else latest
+
+
+def spooled_row_bytes(row_bytes: int, encoding: Encoding) -> int:
+    """Bytes of a row in the spool: rows and token id, and once more while a copy of it is encoded."""
+    return (row_bytes + 4) * (1 if encoding == NONE else 2)
 
 
 def new_attempt() -> str:
@@ -188,8 +203,12 @@ class Checked:
         )
 
 
-def precheck(settings: JobSettings) -> Checked:
+def precheck(settings: JobSettings, *, repair: bool = False) -> Checked:
     """Everything that can be refused without reading the rows; writes nothing.
+
+    Args:
+        settings: the job.
+        repair: damaged manifests and plans of the root are passed over.
 
     Raises:
         SettingsError, ModelError, LayerIdError, InputDataError, TemplateError, RootConflictError: the job cannot run;
@@ -206,12 +225,16 @@ def precheck(settings: JobSettings) -> Checked:
         load_chat_tokenizer(_tokenizer_settings(settings, model), settings.chat),
     )
     refuse_extra(settings.engine.extra)
-    refuse_other_dataset(root, lambda: checked.spec(settings, inputs=[]), allow=settings.allow_change)
+    refuse_other_dataset(root, lambda: checked.spec(settings, inputs=[]), allow=settings.allow_change, repair=repair)
     return checked
 
 
-def prepare(settings: JobSettings) -> Job:
+def prepare(settings: JobSettings, *, repair: bool = False) -> Job:
     """Check a job and plan it, or find its plan.
+
+    Args:
+        settings: the job.
+        repair: a damaged plan is made again from the data, which is the same where the fingerprint is.
 
     Raises:
         SettingsError, ModelError, LayerIdError, InputDataError, TemplateError, RootConflictError: the job cannot run;
@@ -219,14 +242,20 @@ def prepare(settings: JobSettings) -> Job:
     """
     progress = reporter()
     progress.stage("Reading model and data")
-    checked = precheck(settings)
+    checked = precheck(settings, repair=repair)
     root, tokenizer = checked.root, checked.tokenizer
-    if not root.is_local and not root.probe_exclusive():
-        progress.note(f"{root.url} has no conditional writes: let only one run work on it at a time")
+    _probe(root)
     spec = checked.spec(
         settings, inputs=[{"name": Path(file.path).name, "sha256": file.sha256()} for file in checked.files]
     )
-    plan = load_plan(root, spec.fingerprint)
+    try:
+        plan = load_plan(root, spec.fingerprint)
+    except CorruptDataError as error:
+        if not repair:
+            raise
+        progress.note(f"{error}; it is planned again")
+        root.delete(layout.plan_meta_path(spec.fingerprint))  # without it, it is a plan that was never finished
+        plan = None
     notes: tuple[str, ...] = ()
     if plan is None:
         plan = _plan(settings, checked, spec)
@@ -234,6 +263,17 @@ def prepare(settings: JobSettings) -> Job:
     for text in notes:
         progress.note(text)
     return Job(settings, root, checked.model, checked.layer_ids, spec, plan, notes)
+
+
+def _probe(root: Root) -> None:
+    """What a remote root can do, said aloud."""
+    if root.is_local:
+        return  # probed by the run: planning must not need hard links
+    if not root.probe_exclusive():
+        reporter().note(f"{root.url} has no conditional writes: one run at a time may work on it, another one is refused")
+    _, why_not = root.bulk_client()
+    if why_not is not None:
+        reporter().note(f"uploads go through s3fs: {why_not}")
 
 
 def _plan(settings: JobSettings, checked: Checked, spec: JobSpec) -> Plan:
@@ -288,12 +328,14 @@ def open_root(settings: JobSettings) -> Root:
     """The dataset root, which must be empty, absent or a dataset of ours.
 
     Raises:
+        SettingsError: a kind of URL that no dataset can be written to.
         RootConflictError: a folder with other files in it.
         StoreError: it cannot be reached.
     """
-    root = Root.open(settings.root, settings.store.storage_options)
+    refuse_as_output(settings.root)
+    root = Root.open(settings.root, settings.store.storage_options, settings.store.client)
     names = set(root.list(""))
-    foreign = sorted(name for name in names - _OWN_NAMES if not name.startswith("."))
+    foreign = sorted(name for name in names - layout.TOP_NAMES if not name.startswith("."))
     if foreign and not names & {layout.PLANS, layout.VERSIONS}:
         raise RootConflictError(
             f"root {settings.root} holds other files ({', '.join(foreign[:5])}{' ...' if len(foreign) > 5 else ''}) "
@@ -302,20 +344,21 @@ def open_root(settings: JobSettings) -> Root:
     return root
 
 
-def refuse_other_dataset(root: Root, spec: Callable[[], JobSpec], *, allow: bool) -> None:
+def refuse_other_dataset(root: Root, spec: Callable[[], JobSpec], *, allow: bool, repair: bool = False) -> None:
     """A root holds one dataset: its versions share model, tokenizer, samples, layers and dtype.
 
     Args:
         root: may be empty or absent.
         spec: this job's document; only made, which hashes the weights, when the root holds something to compare with.
         allow: the job says that a difference is meant.
+        repair: what cannot be read is not compared.
 
     Raises:
         RootConflictError: lists every field that differs.
     """
     if allow:
         return
-    for what, other in _documents(root):
+    for what, other in _documents(root, repair):
         ours, theirs = spec(), JobSpec(other)
         differing = [
             f"  {key}: there {_brief(other.get(key))}, in this job {_brief(ours.document.get(key))}"
@@ -330,13 +373,20 @@ def refuse_other_dataset(root: Root, spec: Callable[[], JobSpec], *, allow: bool
             )
 
 
-def _documents(root: Root) -> list[tuple[str, dict[str, Any]]]:
-    latest = _latest(root)
-    if latest is not None:
-        return [(f"version {latest.version}", latest.spec)]
-    begun = [name for name in root.list(layout.PLANS) if root.list(f"{layout.PLANS}/{name}/commits")]
-    plans = [read_plan_meta(root, name) for name in begun]
-    return [("extracted shards", meta.spec) for meta in plans if meta is not None]
+def _documents(root: Root, repair: bool) -> list[tuple[str, dict[str, Any]]]:
+    passed_over = CorruptDataError if repair else ()
+    for version in reversed(list_versions(root)):
+        try:
+            return [(f"version {version}", read_manifest(root, version).spec)]
+        except passed_over:
+            continue
+    found = []
+    for name in root.list(layout.PLANS):
+        if root.list(f"{layout.PLANS}/{name}/commits"):
+            with contextlib.suppress(*([CorruptDataError] if repair else [])):
+                meta = read_plan_meta(root, name)
+                found += [] if meta is None else [("extracted shards", meta.spec)]
+    return found
 
 
 def _latest(root: Root) -> Manifest | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,28 +15,36 @@ from extract_core import pipeline, spool
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import CoresampleError
 from extract_core.job import Job, prepare
-from extract_core.pipeline import Captured
+from extract_core.pipeline import Captured, ShardTask
 from extract_core.progress import reporter
+from extract_core.provenance import RunClock
 from extract_core.settings import JobSettings
+from extract_core.store.publisher import sole_publisher
 from extract_core.store.records import CommitRecord, Manifest
+from extract_core.store.versions import latest_version
 
 T = TypeVar("T")
 
 RETRIES = 3
 """Tries after the first, for failures that may pass (store unavailable, engine replaced)."""
 RETRY_DELAYS_S = (2.0, 10.0, 30.0)
-SPOOLED_SHARDS = 1
-"""Shards that may wait on the spool for their commit while another is captured."""
+TOLD_WAIT_S = 10.0
+"""An engine that waited less for the store is not worth a word."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to. ``new`` is False when the plan was published already and nothing ran."""
+    """What a run came to.
+
+    ``new`` is False where an existing version is the result; ``shards`` counts the shard files that were extracted, or
+    extracted anew, all the same.
+    """
 
     manifest: Manifest
     root: str
     new: bool
     seconds: float
+    shards: int = 0
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -64,11 +72,12 @@ def run(settings: JobSettings) -> RunResult:
     published = job.published()
     if published is not None:
         return RunResult(published, job.root.url, False, time.time() - started)
-    extract(job)
-    reporter().stage("Checking")
-    report = with_retries(lambda: pipeline.validate(job))
-    reporter().stage("Publishing")
-    manifest = with_retries(lambda: pipeline.publish(job, report, started=started))
+    with sole_publisher(job.root):
+        extract(job)
+        reporter().stage("Checking")
+        report = with_retries(lambda: pipeline.validate(job))
+        reporter().stage("Publishing")
+        manifest = with_retries(lambda: pipeline.publish(job, report, started=started))
     return RunResult(manifest, job.root.url, True, time.time() - started)
 
 
@@ -83,22 +92,25 @@ def extract(job: Job, engine: EngineSupervisor | None = None) -> None:
     if not todo:
         return
     spool.clean(job.spool)
-    progress = ShardProgress(job, todo)
+    progress = ShardProgress(todo)
     with ExitStack() as stack:
         folder = stack.enter_context(spool.RunFolder(job.spool))
         if engine is None:
             engine = stack.enter_context(pipeline.make_supervisor(job, folder))
         if not engine.preflight:
-            with_retries(partial(pipeline.preflight, job, engine, folder))
-        committer = stack.enter_context(ThreadPoolExecutor(1, "commit"))
+            with clock.stage("preflight_s"):
+                with_retries(partial(pipeline.preflight, job, engine, folder))
+        committer = stack.enter_context(ThreadPoolExecutor(job.spool_limit.shards, "commit"))
 
-        def capture(shard: int) -> Captured:
-            return with_retries(partial(pipeline.capture_shard, job, engine, folder, shard, progress.tokens))
+        def capture(task: ShardTask) -> Captured:
+            return with_retries(partial(pipeline.capture_shard, job, engine, folder, task, progress.tokens))
 
         def commit(captured: Captured) -> Future[CommitRecord]:
             return committer.submit(with_retries, partial(pipeline.commit_shard, job, captured))
 
-        run_shards(todo, capture, commit, progress.shard_done)
+        with clock.stage("extraction_s"):
+            run_shards(todo, capture, commit, progress.shard_done, job.spool_limit)
+        clock.engine_starts[:] = engine.start_seconds
 
 
 class Waitable(Protocol):
@@ -108,52 +120,73 @@ class Waitable(Protocol):
         """Wait; raises what the commit raised."""
 
 
-def run_shards(
-    todo: Iterable[int],
-    capture: Callable[[int], Captured],
-    commit: Callable[[Captured], Waitable],
-    on_captured: Callable[[int], None],
-) -> None:
-    """Capture shards one after the other; each is committed while the next one is captured.
+class HasRows(Protocol):
+    """A shard to capture."""
 
-    A failure ends the loop; what was captured before it is still committed, and whatever else fails then is told as a
-    note, so that the first failure is the one raised.
+    @property
+    def rows(self) -> int:
+        """Token positions."""
+
+
+S = TypeVar("S", bound=HasRows)
+
+
+def run_shards(
+    todo: Iterable[S],
+    capture: Callable[[S], Captured],
+    commit: Callable[[Captured], Waitable],
+    on_captured: Callable[[S], None],
+    limit: spool.SpoolLimit,
+) -> None:
+    """Capture shards one after the other; each is committed while the next ones are captured.
+
+    The next shard begins when there is room for it in the spool: a store that is slower than the engine holds the
+    engine back. A failure ends the loop; what was captured before it is still committed, and whatever else fails then
+    is told as a note, so that the first failure is the one raised.
     """
-    waiting: deque[tuple[Captured, Waitable]] = deque()
+    waiting: deque[tuple[S, Captured, Waitable]] = deque()
+    waited = 0.0
     try:
         for shard in todo:
+            started = time.perf_counter()
+            while not limit.admits(shard.rows, [other.rows for other, _, _ in waiting]):
+                waiting[0][2].result()
+                waiting.popleft()
+            waited += time.perf_counter() - started
             captured = capture(shard)
             on_captured(shard)
-            waiting.append((captured, commit(captured)))
-            while len(waiting) > SPOOLED_SHARDS:
-                waiting[0][1].result()
-                waiting.popleft()
+            waiting.append((shard, captured, commit(captured)))
         while waiting:
-            waiting[0][1].result()
+            waiting[0][2].result()
             waiting.popleft()
     except BaseException as first:
-        for captured, under_way in waiting:
+        for _, captured, under_way in waiting:
             try:
                 under_way.result()
             except Exception as error:  # noqa: BLE001 - told, and the first failure is raised
                 if error is not first:
                     reporter().note(f"shard {captured.shard} was not committed either: {error}")
         raise
+    if waited >= TOLD_WAIT_S:
+        reporter().note(
+            f"the engine waited {waited:,.0f} s for room in the spool: checking and storing shards is slower than "
+            "capturing them (store.commit_threads, store.spool_bytes)"
+        )
 
 
 class ShardProgress:
     """Tokens of the whole run, from the tokens of the shard at work."""
 
-    def __init__(self, job: Job, todo: list[int]):
+    def __init__(self, todo: Sequence[ShardTask]):
         self._done = 0
-        self._rows = {shard.index: shard.rows for shard in job.plan.meta.shards}
-        reporter().stage("Extracting", total=sum(self._rows[shard] for shard in todo), unit="tokens")
+        self.total = sum(task.rows for task in todo)
+        reporter().stage("Extracting", total=self.total, unit="tokens")
 
     def tokens(self, of_shard: int) -> None:
         """``of_shard`` tokens of the current shard are computed."""
         reporter().advance(self._done + of_shard)
 
-    def shard_done(self, shard: int) -> None:
+    def shard_done(self, task: ShardTask) -> None:
         """A shard is captured."""
-        self._done += self._rows[shard]
+        self._done += task.rows
         reporter().advance(self._done)

@@ -11,7 +11,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 RUN_PREFIX = "run-"
@@ -19,6 +20,29 @@ LOG_DAYS = 7
 """Engine logs of failed runs are kept this long."""
 
 _LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class SpoolLimit:
+    """How much may wait in the spool: the engine does not begin a shard that has no room.
+
+    Attributes:
+        nbytes: most bytes of shards, captured or being captured; a shard that is larger has the spool to itself.
+        shards: most shards that are checked, encoded and stored at once.
+        row_bytes: bytes that a row takes there, with its encoded copy.
+    """
+
+    nbytes: int
+    shards: int
+    row_bytes: int
+
+    def admits(self, rows: int, waiting: Sequence[int]) -> bool:
+        """Whether a shard of so many rows may begin while shards of ``waiting`` rows are not stored yet."""
+        return not waiting or (len(waiting) <= self.shards and (rows + sum(waiting)) * self.row_bytes <= self.nbytes)
+
+
+MOST_COMMITS = 64
+"""Most shards that any job may check, encode and store at once."""
 
 
 class RunFolder:

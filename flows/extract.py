@@ -15,16 +15,20 @@ from extract_core import pipeline, spool
 from extract_core.job import Job
 from extract_core.local import RunResult, run_shards
 from extract_core.progress import reporter
+from extract_core.provenance import RunClock
 from extract_core.settings import JobSettings
 from extract_core.store.commits import read_commits
+from extract_core.store.records import Manifest
+from extract_core.store.versions import latest_version
+from extract_core.store.publisher import sole_publisher
 from tasks import artifacts
-from tasks.extract import capture_shard, commit_shard, plan_job, preflight, publish, validate
+from tasks.extract import capture_shard, commit_shard, find_damage, outstanding, plan_job, preflight, publish, validate
 
 
 @flow(
     name="extract",
     flow_run_name="extract-{settings.root}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),  # type: ignore[arg-type]
+    task_runner=ThreadPoolTaskRunner(max_workers=spool.MOST_COMMITS),  # type: ignore[arg-type]
     persist_result=False,
     log_prints=False,
     validate_parameters=False,
@@ -37,12 +41,13 @@ def extract(settings: JobSettings) -> RunResult:
     if existing is not None:
         artifacts.summary(job, existing, new=False)
         return RunResult(existing, job.root.url, False, time.time() - started)
-    extract_shards(job)
-    artifacts.shard_table(job, read_commits(job.root, job.plan.fingerprint))
-    reporter().stage("Checking")
-    report = validate(job)
-    reporter().stage("Publishing")
-    manifest = publish(job, report, started)
+    with sole_publisher(job.root):
+        extract_shards(job)
+        artifacts.shard_table(job, read_commits(job.root, job.plan.fingerprint))
+        reporter().stage("Checking")
+        report = validate(job)
+        reporter().stage("Publishing")
+        manifest = publish(job, report, started)
     artifacts.summary(job, manifest, new=True)
     return RunResult(manifest, job.root.url, True, time.time() - started)
 
@@ -55,15 +60,19 @@ def extract_shards(job: Job) -> None:
     spool.clean(job.spool)
     progress = artifacts.ProgressArtifact(job, todo)
     with spool.RunFolder(job.spool) as folder, pipeline.make_supervisor(job, folder) as engine:
-        preflight(job, engine, folder)
-        run_shards(
-            todo,
-            lambda shard: capture_shard(job, engine, folder, shard, progress),
-            lambda captured: commit_shard.submit(job, captured),
-            progress.shard_done,
-        )
+        with clock.stage("preflight_s"):
+            preflight(job, engine, folder)
+        with clock.stage("extraction_s"):
+            run_shards(
+                todo,
+                lambda task: capture_shard(job, engine, folder, task, progress),
+                lambda captured: commit_shard.submit(job, captured),
+                progress.shard_done,
+                job.spool_limit,
+            )
+        clock.engine_starts[:] = engine.start_seconds
 
 
-def run_flow(settings: JobSettings) -> RunResult:
+def run_flow(settings: JobSettings, *, repair: bool = False) -> RunResult:
     """Run the flow in this process; what it raises is raised here."""
-    return extract(settings)
+    return extract(settings, repair)

@@ -21,8 +21,6 @@ from extract_core.words import size
 
 REFERENCE_BYTES = 2 * 2**30
 """Weights up to this size are compared with a Hugging Face forward unless the job says otherwise."""
-SPOOLED = 2
-"""Shards on the spool at once: one being captured while another is checked and stored."""
 TIGHT = 0.9
 """Share of what is free from which on estimates decide whether a job fits."""
 MOST_SPARE = 2**29
@@ -236,7 +234,9 @@ def _lines(d: Demand, sizes: EngineSizes) -> Iterable[Line]:
     if d.reference:
         yield Line("memory", "reference model", d.reference, "float32, only during the self-test")
     yield Line("memory", "engine process", _ENGINE_BYTES[d.device] * d.tensor_parallel, "Python, torch and vLLM", True)
-    yield Line("spool", "shards", min(SPOOLED, d.shards) * d.shard_bytes, "one captured while one is stored")
+    # One shard fits always, however small the limit.
+    spooled = max(d.shard_bytes, min(d.spool, d.shards * d.shard_bytes))
+    yield Line("memory" if d.spool_in_memory else "spool", "shards in the spool", spooled, "store.spool_bytes")
 
 
 def _activations(d: Demand, sizes: EngineSizes) -> int:
@@ -324,7 +324,10 @@ def _warnings(places: tuple[Place, ...], machine: Machine) -> Iterable[str]:
                 yield "no GPU is visible here: its memory could not be compared"
         elif place.name == "spool":
             if not place.fits:
-                yield f"the spool's disk has {size(place.available)} free, two shards need {size(place.needed)}"
+                yield (
+                    f"the spool's disk has {size(place.available)} free, its shards may take {size(place.needed)}; "
+                    "lower store.spool_bytes"
+                )
         elif place.fits and place.needed > TIGHT * place.available:
             there = size(place.available)
             yield f"{place.name} is tight: {size(place.needed)} of {there}, and estimates may be too small"

@@ -32,6 +32,8 @@ class Demand:
         mean_length: tokens of a sample on average.
         shard_bytes: of the plan's largest shard.
         shards: of the plan.
+        spool: most bytes of shards that wait in the spool.
+        spool_in_memory: whether the spool is a file system in memory.
         reference: bytes of a Hugging Face forward in the self-test; 0 without one.
         tensor_parallel: GPUs that hold one copy of the model together.
     """
@@ -58,6 +60,8 @@ class Demand:
     tensor_parallel: int = 1
     utilization: float = 0.9
     reference: int = 0
+    spool: int = 0
+    spool_in_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ def demand_of(
     shard_rows: int,
     shards: int,
     reference: int,
+    spool: int,
+    spool_in_memory: bool,
 ) -> Demand:
     """What decides the memory of a job.
 
@@ -99,6 +105,8 @@ def demand_of(
         shard_rows: rows of the largest shard.
         shards: of the plan.
         reference: bytes of a Hugging Face forward in the self-test, 0 without one.
+        spool: most bytes of shards that wait in the spool.
+        spool_in_memory: whether these are in memory.
     """
     e = settings.engine
     compute = DTYPE_BYTES[model.dtype]
@@ -125,6 +133,8 @@ def demand_of(
         tensor_parallel=e.tensor_parallel_size,
         utilization=e.gpu_memory_utilization,
         reference=reference,
+        spool=spool,
+        spool_in_memory=spool_in_memory,
     )
 
 

@@ -75,10 +75,10 @@ class FrameEncoder:
                 values = part[:, layer]
                 np.copyto(low, values, casting="unsafe")
                 np.right_shift(values, 8, out=high, casting="unsafe")
-                packed = self._zstd.compress(high)
+                packed = self._zstd.compress(high.data)
                 yield len(packed).to_bytes(_LENGTH, "little")
                 yield packed
-                yield memoryview(low).cast("B")
+                yield low.data.cast("B")
 
 
 def block_rows(hidden_size: int) -> int:

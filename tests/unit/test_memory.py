@@ -41,6 +41,7 @@ JOB = Demand(  # Llama-3.1-8B in bfloat16, four layers, ten million tokens
     plan_tokens=10_000_000,
     mean_length=1000,
     shard_bytes=512 * MIB,
+    spool=1024 * MIB,
     shards=600,
     max_model_len=4098,
 )
@@ -133,7 +134,7 @@ def test_lines_on_a_cpu() -> None:
         ("memory", "activations", True),
         ("memory", "row buffers", False),
         ("memory", "engine process", True),
-        ("spool", "shards", False),
+        ("spool", "shards in the spool", False),
     ]
     assert line(plan, "weights") == 16_060_522_496
     assert line(plan, "captured states") == 2048 * 4 * 4096 * 2
@@ -276,7 +277,10 @@ def test_what_vllm_would_refuse_is_refused_before() -> None:
         "spool: a shard has 512.0 MiB, its disk has 100.0 MiB free. Lower store.shard_bytes to 100MiB, or set "
         "store.spool to a larger disk"
     )
-    assert "two shards need 1.0 GiB" in memory_plan(JOB, replace(HOST, spool=600 * MIB)).verdict
+    assert (
+        "its shards may take 1.0 GiB; lower store.spool_bytes"
+        in memory_plan(JOB, replace(HOST, spool=600 * MIB)).verdict
+    )
 
 
 def test_tight_is_said() -> None:
@@ -462,3 +466,11 @@ def test_settings_that_only_size_the_engine_leave_the_fingerprint(tmp_path: Path
     )
     assert fingerprint(layers=["eagle3", -1]) == fingerprint(layers=[6, 3, 2]) == plain
     assert fingerprint(layers="every:2") != plain
+
+
+def test_a_spool_in_memory_counts_as_memory():
+    plan = memory_plan(replace(JOB, spool_in_memory=True), HOST)
+    [found] = [item for item in plan.lines if item.name == "shards in the spool"]
+    assert (found.place, found.nbytes) == ("memory", 1024 * MIB)
+    alone = memory_plan(replace(JOB, spool=MIB), HOST)
+    assert line(alone, "shards in the spool") == 512 * MIB  # one shard fits always

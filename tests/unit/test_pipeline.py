@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from extract_core.job import Job, new_attempt, open_root, prepare
 from extract_core.pipeline import Captured
 from extract_core.pipeline.commit import _check_and_seal
 from extract_core.reader import HiddenStatesDataset
+from extract_core.spool import SpoolLimit
 from extract_core.store import layout
 from extract_core.store.commits import read_commits
 from extract_core.store.norms import read_norm
@@ -261,6 +265,18 @@ def test_the_fingerprint_does_not_depend_on_the_folder_of_the_model(job: Job, tm
 class TestRunShards:
     """The loop that overlaps capture and commit."""
 
+    WIDE = SpoolLimit(nbytes=10**9, shards=1, row_bytes=10)
+
+    @dataclass(frozen=True)
+    class Task:
+        """A shard to capture."""
+
+        shard: int
+        rows: int = 10
+
+    def tasks(self, count: int) -> list[Task]:
+        return [self.Task(n) for n in range(count)]
+
     @staticmethod
     def done(captured: Captured) -> Future[None]:
         future: Future[None] = Future()
@@ -272,37 +288,65 @@ class TestRunShards:
 
     @staticmethod
     def make(folder: Path, failing: set[int]):
-        def capture(shard: int) -> Captured:
-            path = folder / f"{shard}.tmp"
+        def capture(task: Any) -> Captured:
+            path = folder / f"{task.shard}.tmp"
             path.touch()
-            return Captured(shard, "", path, None, None, list(failing))  # type: ignore[arg-type]
+            return Captured(task.shard, "", path, None, None, list(failing))  # type: ignore[arg-type]
 
         return capture
 
     def test_the_first_failure_is_raised(self, tmp_path: Path) -> None:
         capture = self.make(tmp_path, {1, 2})
 
-        def capture_but_not_3(shard: int) -> Captured:
-            if shard == 3:
+        def capture_but_not_3(task: Any) -> Captured:
+            if task.shard == 3:
                 raise RuntimeError("capture 3")
-            return capture(shard)
+            return capture(task)
 
         with pytest.raises(StoreUnavailableError, match="commit 1"):
-            local.run_shards(range(5), capture_but_not_3, self.done, lambda shard: None)
+            local.run_shards(self.tasks(5), capture_but_not_3, self.done, lambda task: None, self.WIDE)
 
     def test_a_failed_capture_does_not_lose_the_commit_under_way(self, tmp_path: Path) -> None:
         waited = []
         capture = self.make(tmp_path, set())
 
-        def capture_but_not_1(shard: int) -> Captured:
-            if shard == 1:
+        def capture_but_not_1(task: Any) -> Captured:
+            if task.shard == 1:
                 raise RuntimeError("capture 1")
-            return capture(shard)
+            return capture(task)
 
         def commit(captured: Captured) -> Future[None]:
             waited.append(captured.shard)
             return self.done(captured)
 
         with pytest.raises(RuntimeError, match="capture 1"):
-            local.run_shards(range(3), capture_but_not_1, commit, lambda shard: None)
+            local.run_shards(self.tasks(3), capture_but_not_1, commit, lambda task: None, self.WIDE)
         assert waited == [0]
+
+    @pytest.mark.parametrize(
+        ("limit", "most"),
+        [
+            (SpoolLimit(nbytes=10**9, shards=1, row_bytes=10), 2),
+            (SpoolLimit(nbytes=10**9, shards=3, row_bytes=10), 4),
+            (SpoolLimit(nbytes=300, shards=9, row_bytes=10), 3),
+            (SpoolLimit(nbytes=50, shards=9, row_bytes=10), 1),  # a shard larger than the spool has it to itself
+        ],
+    )
+    def test_a_slow_store_holds_the_engine_back(self, tmp_path: Path, limit: SpoolLimit, most: int) -> None:
+        capture, spooled, seen = self.make(tmp_path, set()), set(), []
+
+        def capture_and_count(task: Any) -> Captured:
+            spooled.add(task.shard)
+            seen.append(len(spooled))
+            return capture(task)
+
+        def slow(captured: Captured) -> None:
+            time.sleep(0.02)
+            spooled.discard(captured.shard)
+
+        with ThreadPoolExecutor(limit.shards) as pool:
+            local.run_shards(
+                self.tasks(12), capture_and_count, lambda captured: pool.submit(slow, captured), seen.append, limit
+            )
+        assert max(value for value in seen if isinstance(value, int)) == most
+        assert not spooled and sum(isinstance(value, self.Task) for value in seen) == 12
