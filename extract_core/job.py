@@ -270,7 +270,7 @@ def _probe(root: Root) -> None:
     if root.is_local:
         return  # probed by the run: planning must not need hard links
     if not root.probe_exclusive():
-        reporter().note(f"{root.url} has no conditional writes: one run at a time may work on it, another one is refused")
+        reporter().note(f"{root.url} has no conditional writes: only one run at a time may work on it")
     _, why_not = root.bulk_client()
     if why_not is not None:
         reporter().note(f"uploads go through s3fs: {why_not}")

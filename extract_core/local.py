@@ -65,30 +65,55 @@ def with_retries(step: Callable[[], T], *, delays_s: tuple[float, ...] = RETRY_D
     return step()
 
 
-def run(settings: JobSettings) -> RunResult:
-    """Plan, extract, validate and publish; goes on from the commit records of an earlier run."""
-    started = time.time()
-    job = with_retries(lambda: prepare(settings))
-    published = job.published()
-    if published is not None:
-        return RunResult(published, job.root.url, False, time.time() - started)
+def run(settings: JobSettings, *, repair: bool = False) -> RunResult:
+    """Plan, extract, validate and publish; goes on from the commit records of an earlier run.
+
+    Args:
+        settings: the job.
+        repair: read everything that this job has stored, and make anew what is damaged.
+    """
+    started, clock = time.time(), RunClock()
+
+    def result(manifest: Manifest, *, new: bool, shards: int = 0) -> RunResult:
+        return RunResult(manifest, job.root.url, new, time.time() - started, shards)
+
+    with clock.stage("planning_s"):
+        job = with_retries(lambda: prepare(settings, repair=repair))
+    damage = with_retries(lambda: pipeline.find_damage(job)) if repair else pipeline.SOUND
+    before = latest_version(job.root) or 0
+    work = with_retries(lambda: pipeline.outstanding(job, damage))
+    if work.existing is not None and work.nothing:
+        return result(work.existing, new=False)
     with sole_publisher(job.root):
-        extract(job)
+        extract(job, todo=work.tasks, clock=clock)
+        if (existing := with_retries(lambda: pipeline.settled(job, work))) is not None:
+            return result(existing, new=False, shards=len(work.tasks))
         reporter().stage("Checking")
-        report = with_retries(lambda: pipeline.validate(job))
+        with clock.stage("checks_s"):
+            report = with_retries(lambda: pipeline.validate(job))
         reporter().stage("Publishing")
-        manifest = with_retries(lambda: pipeline.publish(job, report, started=started))
-    return RunResult(manifest, job.root.url, True, time.time() - started)
+        manifest = with_retries(lambda: pipeline.publish(job, report, started=started, damage=damage, clock=clock))
+    return result(manifest, new=manifest.version > before, shards=len(work.tasks))
 
 
-def extract(job: Job, engine: EngineSupervisor | None = None) -> None:
+def extract(
+    job: Job,
+    engine: EngineSupervisor | None = None,
+    *,
+    todo: list[ShardTask] | None = None,
+    clock: RunClock | None = None,
+) -> None:
     """Extract every shard that has no commit record; a shard is committed while the next one is captured.
 
     Args:
         job: the job.
         engine: a running engine of this job, which stays up; by default one is started and ended here.
+        todo: what to extract; by default ``pipeline.open_shards``.
+        clock: takes the time of preflight and extraction, and of the engine's starts.
     """
-    todo = pipeline.open_shards(job)
+    clock = clock or RunClock()
+    if todo is None:
+        todo = pipeline.open_shards(job)
     if not todo:
         return
     spool.clean(job.spool)

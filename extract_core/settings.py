@@ -377,6 +377,13 @@ class StoreSettings(_Section):
     commit_threads: int | None = Field(
         None, ge=1, le=64, description="Shards checked, encoded and stored at once; default: half the CPUs, 4 at most."
     )
+    client: Literal["auto", "s3fs", "obstore"] = Field(
+        "auto",
+        description=(
+            "Who carries the bytes of shards to S3: s3fs, obstore (faster, an optional package), or auto: obstore "
+            "where it is installed and can do what storage_options ask."
+        ),
+    )
     storage_options: StorageOptions = Field(
         default_factory=dict, description="fsspec options of the root (endpoint_url, profile, anon ...); no secrets."
     )

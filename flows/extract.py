@@ -18,9 +18,9 @@ from extract_core.progress import reporter
 from extract_core.provenance import RunClock
 from extract_core.settings import JobSettings
 from extract_core.store.commits import read_commits
+from extract_core.store.publisher import sole_publisher
 from extract_core.store.records import Manifest
 from extract_core.store.versions import latest_version
-from extract_core.store.publisher import sole_publisher
 from tasks import artifacts
 from tasks.extract import capture_shard, commit_shard, find_damage, outstanding, plan_job, preflight, publish, validate
 
@@ -33,28 +33,39 @@ from tasks.extract import capture_shard, commit_shard, find_damage, outstanding,
     log_prints=False,
     validate_parameters=False,
 )
-def extract(settings: JobSettings) -> RunResult:
-    """Chats in, a published and verified dataset version out; goes on from the commit records of an earlier run."""
-    started = time.time()
-    job = plan_job(settings)
-    existing = job.published()
-    if existing is not None:
-        artifacts.summary(job, existing, new=False)
-        return RunResult(existing, job.root.url, False, time.time() - started)
+def extract(settings: JobSettings, repair: bool = False) -> RunResult:
+    """Chats in, a published and verified dataset version out; goes on from the commit records of an earlier run.
+
+    With ``repair`` everything that the job has stored is read first, and what is damaged is made anew.
+    """
+    started, clock = time.time(), RunClock()
+
+    def result(manifest: Manifest, *, new: bool, shards: int = 0) -> RunResult:
+        artifacts.summary(job, manifest, new=new)
+        return RunResult(manifest, job.root.url, new, time.time() - started, shards)
+
+    with clock.stage("planning_s"):
+        job = plan_job(settings, repair=repair)
+    damage = find_damage(job) if repair else pipeline.SOUND
+    before = latest_version(job.root) or 0
+    work = outstanding(job, damage)
+    if work.existing is not None and work.nothing:
+        return result(work.existing, new=False)
     with sole_publisher(job.root):
-        extract_shards(job)
+        extract_shards(job, work.tasks, clock)
         artifacts.shard_table(job, read_commits(job.root, job.plan.fingerprint))
+        if (existing := pipeline.settled(job, work)) is not None:
+            return result(existing, new=False, shards=len(work.tasks))
         reporter().stage("Checking")
-        report = validate(job)
+        with clock.stage("checks_s"):
+            report = validate(job)
         reporter().stage("Publishing")
-        manifest = publish(job, report, started)
-    artifacts.summary(job, manifest, new=True)
-    return RunResult(manifest, job.root.url, True, time.time() - started)
+        manifest = publish(job, report, started, damage, clock)
+    return result(manifest, new=manifest.version > before, shards=len(work.tasks))
 
 
-def extract_shards(job: Job) -> None:
-    """Every shard without a commit record, one after the other; a shard is committed while the next is captured."""
-    todo = pipeline.open_shards(job)
+def extract_shards(job: Job, todo: list[pipeline.ShardTask], clock: RunClock) -> None:
+    """Every shard that is left, one after the other; a shard is committed while the next is captured."""
     if not todo:
         return
     spool.clean(job.spool)

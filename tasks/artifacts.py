@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from uuid import UUID
 
@@ -17,8 +17,10 @@ from prefect.artifacts import (
 
 from extract_core.job import Job
 from extract_core.local import ShardProgress
+from extract_core.pipeline import ShardTask
 from extract_core.progress import reporter
-from extract_core.store.records import CommitRecord, Manifest
+from extract_core.store.commits import ShardCommits, all_records
+from extract_core.store.records import Manifest
 
 _UPDATE_EVERY_S = 5.0
 
@@ -40,16 +42,15 @@ def told_not_raised(what: str) -> Iterator[None]:
 class ProgressArtifact(ShardProgress):
     """Shard progress that also moves a progress bar in the Prefect UI, every few seconds at most."""
 
-    def __init__(self, job: Job, todo: list[int]):
-        super().__init__(job, todo)
-        self._total = sum(self._rows[shard] for shard in todo)
+    def __init__(self, job: Job, todo: Sequence[ShardTask]):
+        super().__init__(todo)
         self._updated = 0.0
         self._artifact: UUID | None = None
         with told_not_raised("progress"):
             self._artifact = create_progress_artifact(  # type: ignore[assignment]
                 progress=0.0,
                 key=key("progress", job.plan.fingerprint[:12]),
-                description=f"Tokens extracted of {self._total:,}",
+                description=f"Tokens extracted of {self.total:,}",
             )
 
     def tokens(self, of_shard: int) -> None:
@@ -57,10 +58,10 @@ class ProgressArtifact(ShardProgress):
         super().tokens(of_shard)
         self._show(self._done + of_shard)
 
-    def shard_done(self, shard: int) -> None:
+    def shard_done(self, task: ShardTask) -> None:
         """A shard is captured."""
-        super().shard_done(shard)
-        self._show(self._done, force=self._done == self._total)
+        super().shard_done(task)
+        self._show(self._done, force=self._done == self.total)
 
     def _show(self, done: int, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -68,29 +69,32 @@ class ProgressArtifact(ShardProgress):
             self._updated = now
             if self._artifact is not None:
                 with told_not_raised("progress"):
-                    update_progress_artifact(self._artifact, progress=round(100.0 * done / max(1, self._total), 1))
+                    update_progress_artifact(self._artifact, progress=round(100.0 * done / max(1, self.total), 1))
 
 
-def shard_table(job: Job, commits: Mapping[int, CommitRecord]) -> None:
-    """One row per committed shard."""
+def shard_table(job: Job, commits: Mapping[int, ShardCommits]) -> None:
+    """One row per commit record: the shards, and the retries of what was left out of them."""
     rows = [
         {
-            "shard": shard,
-            "samples": len(commit.samples),
-            "quarantined": len(commit.excluded),
-            "rows": commit.rows,
-            "MB": round(commit.nbytes / 1e6, 1),
-            "tokens/s": round(commit.timings.get("tokens", 0.0) / max(1e-9, commit.timings.get("engine_s", 0.0)), 1),
-            "sha256": (commit.sha256 or "")[:12],
-            "attempt": commit.attempt[:8],
+            "shard": record.shard,
+            "round": record.round,
+            "samples": len(record.samples),
+            "quarantined": len(record.excluded),
+            "rows": record.rows,
+            "MB": round(record.nbytes / 1e6, 1),
+            "tokens/s": round(record.timings.get("tokens", 0.0) / max(1e-9, record.timings.get("engine_s", 0.0)), 1),
+            "sha256": (record.sha256 or "")[:12],
+            "attempt": record.attempt[:8],
         }
-        for shard, commit in sorted(commits.items())
+        for record in all_records(commits)
     ]
     with told_not_raised("shard table"):
         create_table_artifact(
             table=rows,
             key=key("shards", job.plan.fingerprint[:12]),
-            description=f"{len(rows)} of {len(job.plan.meta.shards)} shards of plan {job.plan.fingerprint} committed",
+            description=(
+                f"{len(commits)} of {len(job.plan.meta.shards)} shards of plan {job.plan.fingerprint} committed"
+            ),
         )
 
 

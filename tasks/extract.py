@@ -19,8 +19,9 @@ from extract_core.checks.run import CheckReport
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.job import Job, prepare
 from extract_core.local import RETRIES, ShardProgress, is_retryable
-from extract_core.pipeline import Captured
+from extract_core.pipeline import Captured, Damage, ShardTask, Work
 from extract_core.progress import reporter
+from extract_core.provenance import RunClock
 from extract_core.settings import JobSettings
 from extract_core.spool import RunFolder
 from extract_core.store.records import CommitRecord, Manifest
@@ -49,9 +50,21 @@ _OPTIONS: dict[str, Any] = {
 
 
 @task(name="plan", task_run_name="plan", **_OPTIONS)
-def plan_job(settings: JobSettings) -> Job:
+def plan_job(settings: JobSettings, *, repair: bool = False) -> Job:
     """Check the job and lay out every row."""
-    return prepare(settings)
+    return prepare(settings, repair=repair)
+
+
+@task(name="find-damage", task_run_name="find-damage", **_OPTIONS)
+def find_damage(job: Job) -> Damage:
+    """Read everything that the job has stored and hold it against its digests."""
+    return pipeline.find_damage(job)
+
+
+@task(name="look", task_run_name="look", **_OPTIONS)
+def outstanding(job: Job, damage: Damage) -> Work:
+    """What is left to extract, to make again and to try again."""
+    return pipeline.outstanding(job, damage)
 
 
 @task(name="preflight", task_run_name="preflight", **_OPTIONS)
@@ -60,12 +73,12 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
     return pipeline.preflight(job, engine, folder)
 
 
-@task(name="capture-shard", task_run_name="capture-shard-{shard:05d}", **_OPTIONS)
+@task(name="capture-shard", task_run_name="capture-shard-{todo.name}", **_OPTIONS)
 def capture_shard(
-    job: Job, engine: EngineSupervisor, folder: RunFolder, shard: int, progress: ShardProgress
+    job: Job, engine: EngineSupervisor, folder: RunFolder, todo: ShardTask, progress: ShardProgress
 ) -> Captured:
     """Run one shard through the engine; called directly, so that a cancelled flow stops it."""
-    return pipeline.capture_shard(job, engine, folder, shard, progress.tokens)
+    return pipeline.capture_shard(job, engine, folder, todo, progress.tokens)
 
 
 @task(name="commit-shard", task_run_name="commit-shard-{captured.shard:05d}", **_OPTIONS)
@@ -81,6 +94,6 @@ def validate(job: Job) -> CheckReport:
 
 
 @task(name="publish", task_run_name="publish", **_OPTIONS)
-def publish(job: Job, report: CheckReport, started: float) -> Manifest:
+def publish(job: Job, report: CheckReport, started: float, damage: Damage, clock: RunClock) -> Manifest:
     """Index, manifest, hint."""
-    return pipeline.publish(job, report, started=started)
+    return pipeline.publish(job, report, started=started, damage=damage, clock=clock)

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extract_core.settings import CheckSettings
-from extract_core.store.records import Accounting, CommitRecord, SampleRecord
+from extract_core.store.commits import ShardCommits, all_records, state_of
+from extract_core.store.records import Accounting, SampleRecord
 
 MIN_TOKENS = 8
 """Shorter samples have too few positions for a typical norm; they are not judged."""
@@ -49,10 +50,14 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """All checks of a run. ``outliers`` are samples with unusual norms, worst first; naming them fails nothing."""
+    """All checks of a run. ``outliers`` are samples with unusual norms, worst first; naming them fails nothing.
+
+    ``state`` says which commit records were checked (``store.commits.state_of``).
+    """
 
     results: list[CheckResult]
     outliers: list[str] = field(default_factory=list)
+    state: str = ""
 
     @property
     def passed(self) -> bool:
@@ -78,7 +83,7 @@ class CheckReport:
 
 
 def check_run(
-    commits: Mapping[int, CommitRecord],
+    commits: Mapping[int, ShardCommits],
     planned: Mapping[int, Collection[str]],
     accounting: Accounting,
     *,
@@ -88,7 +93,7 @@ def check_run(
     """Check a complete run.
 
     Args:
-        commits: all commit records of the plan by shard number.
+        commits: all commit records of the plan by shard number, every round.
         planned: ids of the samples that the plan puts into each shard.
         accounting: where the input rows went.
         layer_ids: the job's layer ids.
@@ -107,10 +112,11 @@ def check_run(
             _agreement(samples, settings.top1_agreement),
         ],
         outliers,
+        state_of(commits),
     )
 
 
-def _coverage(commits: Mapping[int, CommitRecord], planned: Mapping[int, Collection[str]]) -> CheckResult:
+def _coverage(commits: Mapping[int, ShardCommits], planned: Mapping[int, Collection[str]]) -> CheckResult:
     """Every planned sample is in the commit of its own shard, as a sample or as excluded, and in no other."""
     problems, seen = [], Counter[str]()
     for shard, ids in sorted(planned.items()):
@@ -133,7 +139,7 @@ def _coverage(commits: Mapping[int, CommitRecord], planned: Mapping[int, Collect
     )
 
 
-def _accounting(commits: Mapping[int, CommitRecord], accounting: Accounting) -> CheckResult:
+def _accounting(commits: Mapping[int, ShardCommits], accounting: Accounting) -> CheckResult:
     """The equation of the accounting holds, and the commits hold what is said to be published."""
     problems = []
     if accounting.total != accounting.input:
@@ -152,9 +158,9 @@ def _accounting(commits: Mapping[int, CommitRecord], accounting: Accounting) -> 
     return CheckResult("accounting", not problems, float(len(problems)), 0.0, _some(problems) or equation)
 
 
-def _layers(commits: Mapping[int, CommitRecord], layer_ids: Sequence[int]) -> CheckResult:
+def _layers(commits: Mapping[int, ShardCommits], layer_ids: Sequence[int]) -> CheckResult:
     """All shards have the job's layers, one hidden size and one dtype."""
-    shapes = Counter((tuple(commit.layer_ids), commit.hidden_size, commit.dtype) for commit in commits.values())
+    shapes = Counter((tuple(record.layer_ids), record.hidden_size, record.dtype) for record in all_records(commits))
     problems = [
         f"{count} shards have layers {list(layers)}, the job asks for {list(layer_ids)}"
         for (layers, _, _), count in shapes.items()
@@ -165,18 +171,18 @@ def _layers(commits: Mapping[int, CommitRecord], layer_ids: Sequence[int]) -> Ch
     return CheckResult("layers", not problems, float(len(problems)), 0.0, _some(problems))
 
 
-def _final_norm(commits: Mapping[int, CommitRecord]) -> CheckResult:
+def _final_norm(commits: Mapping[int, ShardCommits]) -> CheckResult:
     """The engines of all shards had the same final norm; records from before norms were kept say nothing."""
-    shards: dict[tuple[object, ...], list[int]] = {}
-    for shard, commit in sorted(commits.items()):
-        if commit.final_norm is not None:
-            shards.setdefault(commit.final_norm.identity, []).append(shard)
+    shards: dict[tuple[object, ...], list[str]] = {}
+    for record in all_records(commits):
+        if record.final_norm is not None and (record.object is not None or not record.round):
+            name = f"{record.shard}.r{record.round}" if record.round else str(record.shard)
+            shards.setdefault(record.final_norm.identity, []).append(name)
     problems = [
-        f"shards {_some(list(map(str, numbers)), ', ')} have norm {kind}, epsilon {epsilon:g}, offset {offset:g}, "
-        f"sha256 {digest}"
+        f"shards {_some(numbers, ', ')} have norm {kind}, epsilon {epsilon:g}, offset {offset:g}, sha256 {digest}"
         for (kind, epsilon, offset, digest), numbers in shards.items()
     ]
-    detail = _some(problems) + "; delete the commit records of the wrong shards and run the job again"
+    detail = _some(problems) + "; delete the files of the wrong shards and run the job again"
     passed = len(shards) < 2
     return CheckResult("final_norm", passed, float(len(shards)), 1.0, "" if passed else detail)
 

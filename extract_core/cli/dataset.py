@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from extract_core.cli import deep as deep_options
 from extract_core.cli.common import (
     AsJson,
     DatasetArgument,
@@ -24,6 +25,7 @@ from extract_core.cli.common import (
     note,
     open_dataset,
     out,
+    pure_stdout,
     size,
 )
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
     from extract_core.errors import CorruptDataError
     from extract_core.planning.plan import PlanMeta
-    from extract_core.store.records import CommitRecord, Manifest
+    from extract_core.store.commits import ShardCommits
+    from extract_core.store.records import Manifest
     from extract_core.store.root import Root
     from extract_core.store.verify import VerifyReport
 
@@ -80,15 +83,15 @@ def status(
     return 1 if unreadable or any(document["shards_damaged"] for document in documents) else 0
 
 
-_Plan = tuple["PlanMeta", dict[int, "CommitRecord"], dict[int, "CorruptDataError"]]
+_Plan = tuple["PlanMeta", dict[int, "ShardCommits"], dict[int, "CorruptDataError"]]
 
 
 def _plans(root: Root, prefix: str) -> tuple[list[_Plan], dict[str, str]]:
-    """Every plan with its commit records and the failures of its damaged ones; and what is wrong with other plans."""
+    """Every plan with its commit records, what is wrong with its damaged shards, and what is wrong with other plans."""
     from extract_core.errors import CorruptDataError
     from extract_core.planning.plan import read_plan_meta
     from extract_core.store import layout
-    from extract_core.store.commits import read_commits
+    from extract_core.store.commits import DamagedRecord, read_commits
 
     found: list[_Plan] = []
     unreadable = {}
@@ -101,8 +104,9 @@ def _plans(root: Root, prefix: str) -> tuple[list[_Plan], dict[str, str]]:
             unreadable[name] = str(error)
             continue
         if meta is not None:  # else a run is planning right now, or was stopped while it did
-            damaged: dict[int, CorruptDataError] = {}
-            found.append((meta, read_commits(root, name, damaged=damaged), damaged))
+            damaged: list[DamagedRecord] = []
+            commits = read_commits(root, name, damaged=damaged)
+            found.append((meta, commits, {item.shard: item.error for item in damaged}))
     return found, unreadable
 
 
@@ -121,7 +125,7 @@ def _published_plans(root: Root, versions: list[int]) -> dict[str, list[int]]:
 
 def _plan_status(
     meta: PlanMeta,
-    commits: dict[int, CommitRecord],
+    commits: dict[int, ShardCommits],
     damaged: dict[int, CorruptDataError],
     published: dict[str, list[int]],
 ) -> dict[str, Any]:
@@ -132,24 +136,29 @@ def _plan_status(
         commit = commits.get(shard.index)
         entry: dict[str, Any] = {
             "shard": shard.index,
-            "state": "committed" if commit is not None else "damaged" if shard.index in damaged else absent,
+            "state": "damaged" if shard.index in damaged else absent if commit is None else "committed",
             "planned_rows": shard.rows,
             "planned_samples": shard.samples,
         }
         if shard.index in damaged:
             entry["problem"] = str(damaged[shard.index])
-        if commit is not None:
-            engine_s = commit.timings.get("engine_s", 0.0)
+        if commit is not None and not commit.complete and shard.index not in damaged:
+            entry["state"] = absent
+        if commit is not None and entry["state"] == "committed":
+            first, timings = commit.records[0], commit.timings
+            engine_s = timings.get("engine_s", 0.0)
             entry |= {
                 "rows": commit.rows,
                 "samples": len(commit.samples),
                 "excluded": len(commit.excluded),
+                "rounds": len(commit.records),
                 "bytes": commit.nbytes,
                 "engine_s": engine_s,
-                "tokens_per_s": commit.timings.get("tokens", 0.0) / engine_s if engine_s else 0.0,
-                "attempt": commit.attempt,
-                "created": commit.created,
-                "object": commit.object,
+                "tokens_per_s": timings.get("tokens", 0.0) / engine_s if engine_s else 0.0,
+                "attempt": first.attempt,
+                "created": commit.records[-1].created,
+                "object": first.object,
+                "objects": [record.object for record in commit.stored],
             }
         shards.append(entry)
     done = [entry for entry in shards if entry["state"] == "committed"]
@@ -160,7 +169,7 @@ def _plan_status(
     if versions:
         open_rows = 0
     quarantine = [
-        {"shard": number, **excluded.model_dump()}
+        {"shard": number, "runs": len(commit.records), **excluded.model_dump()}
         for number, commit in sorted(commits.items())
         for excluded in commit.excluded
     ]
@@ -239,7 +248,10 @@ def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], e
             shown = plan["quarantine"] if everything else plan["quarantine"][:5]
             for item in shown:
                 console.print(
-                    Text(f"    {item['sample_id']} (shard {item['shard']}): {item['reason']}: {item['detail']}")
+                    Text(
+                        f"    {item['sample_id']} (shard {item['shard']}, tried by "
+                        f"{counted(item['runs'], 'run')}): {item['reason']}: {item['detail']}"
+                    )
                 )
             if len(shown) < len(plan["quarantine"]):
                 console.print(Text(f"    ... {len(plan['quarantine']) - len(shown):,} more; see --all", style="dim"))
@@ -294,8 +306,17 @@ def verify(
     job_file: JobOption = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also extract sampled rows again and compare them.")] = False,
+    samples: deep_options.Samples = None,
+    seed: deep_options.Seed = None,
+    model: deep_options.Model = None,
+    pairs: deep_options.Settings = None,
+    trust_remote_code: deep_options.Trust = False,
 ) -> int:
-    """Read every byte of a version and check every checksum, count and invariant; exit 1 when anything is wrong."""
+    """Read every byte of a version and check every checksum, count and invariant; exit 1 when anything is wrong.
+
+    With --deep the model runs on some samples again, and their rows are compared with the stored ones.
+    """
     import time
 
     from rich.text import Text
@@ -303,6 +324,7 @@ def verify(
     from extract_core.cli.progress import shown
     from extract_core.store.verify import verify as verify_version
 
+    wanted = deep_options.check(deep, samples, seed, model, pairs, trust_remote_code)
     root, version = open_dataset(ref, storage, job_file)
     started = time.monotonic()
     with shown(quiet=quiet, as_json=as_json) as progress:
@@ -318,9 +340,13 @@ def verify(
         report = verify_version(root, version, on_progress=advance)
     seconds = time.monotonic() - started
     advice = _remedy(report, root)
+    rows = None
+    if wanted is not None and report.ok:
+        with shown(quiet=quiet, as_json=as_json), pure_stdout(as_json):
+            rows = deep_options.run(root.url, report.version, deep_options.storage(storage, job_file), wanted)
     if as_json:
-        emit({**report.to_dict(), "seconds": seconds, "remedy": advice})
-        return 0 if report.ok else 1
+        emit({**report.to_dict(), "seconds": seconds, "remedy": advice, **deep_options.document(wanted, rows)})
+        return 0 if report.ok and (rows is None or rows.ok) else 1
     console = out()
     what = (
         f"{counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, {counted(report.tokens, 'token')}, "
@@ -328,7 +354,9 @@ def verify(
     )
     if report.ok:
         console.print(Text("Sound: ", style="bold green") + Text(f"{report.root}@{report.version}: {what}"))
-        return 0
+        if rows is not None:
+            deep_options.show(rows)
+        return 0 if rows is None or rows.ok else 1
     console.print(
         Text(f"{counted(len(report.problems), 'problem')} ", style="bold red")
         + Text(f"in {report.root}@{report.version}: {what}")
@@ -339,6 +367,8 @@ def verify(
         console.print(Text(f"  ... {len(report.problems) - _PROBLEMS_SHOWN:,} more; --json lists all", style="dim"))
     if advice:
         console.print(Text("What to do: ", style="bold") + Text(advice))
+    if wanted is not None:
+        console.print(Text("No rows were extracted again: they cannot be right where their checksums are wrong"))
     return 1
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from extract_core.local import RunResult
     from extract_core.planning.estimate import Estimate
     from extract_core.planning.memory import MemoryPlan
-    from extract_core.settings import JobSettings
 
 # The flow by name, resolved when `run` needs it: the command is the one place where the library hands over to the
 # orchestration on top of it. extract_core imports neither flows nor Prefect, and runs without both (--no-prefect).
@@ -240,6 +239,10 @@ def run(
     no_prefect: Annotated[
         bool, typer.Option("--no-prefect", help="Run the same steps in a plain loop, without Prefect.")
     ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="First read everything that the job has stored, and make anew what is damaged."),
+    ] = False,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Prefect's own log lines as well.")] = False,
@@ -253,15 +256,15 @@ def run(
         check_places(settings)
         from extract_core.job import precheck
 
-        precheck(settings)  # a mistake answers at once, not after Prefect's server has started
+        precheck(settings, repair=repair)  # a mistake answers at once, not after Prefect's server has started
         if no_prefect:
             from extract_core import local
 
-            result = local.run(settings)
+            result = local.run(settings, repair=repair)
         else:
             if not os.environ.get("PREFECT_API_URL"):
                 progress.stage("Starting Prefect")
-            result = prefect_runner(verbose)(settings)
+            result = prefect_runner(verbose)(settings, repair=repair)
     if as_json:
         emit(_run_document(result))
     else:
@@ -269,7 +272,7 @@ def run(
     return None
 
 
-def prefect_runner(verbose: bool) -> Callable[[JobSettings], RunResult]:
+def prefect_runner(verbose: bool) -> Callable[..., RunResult]:
     """The flow's entry; imported here because Prefect takes seconds and reads its settings while it is imported.
 
     Raises:
@@ -282,7 +285,7 @@ def prefect_runner(verbose: bool) -> Callable[[JobSettings], RunResult]:
         # would print the traceback of a user's mistake before that.
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     try:
-        runner: Callable[[JobSettings], RunResult] = pkgutil.resolve_name(FLOW)
+        runner: Callable[..., RunResult] = pkgutil.resolve_name(FLOW)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("flows", "tasks", "prefect"):
             raise
@@ -298,6 +301,7 @@ def _run_document(result: RunResult) -> dict[str, Any]:
         "root": result.root,
         "version": manifest.version,
         "new": result.new,
+        "shards_extracted": result.shards,
         "fingerprint": manifest.fingerprint,
         "samples": manifest.totals.samples,
         "tokens": manifest.totals.tokens,
@@ -322,11 +326,22 @@ def _show_result(result: RunResult, job_file: str) -> None:
         console.print(
             Text("Published ", style="bold green") + Text(f"version {manifest.version} in {duration(result.seconds)}")
         )
+    elif result.shards:
+        console.print(
+            Text("Nothing new: ", style="bold green")
+            + Text(
+                f"{counted(result.shards, 'shard file')} extracted again in {duration(result.seconds)}; version "
+                f"{manifest.version} of {manifest.created} stays"
+            )
+        )
     else:
         console.print(
             Text("Nothing to do: ", style="bold green")
             + Text(f"this job is published already, as version {manifest.version} of {manifest.created}")
         )
+    quarantined = sum(manifest.accounting.quarantined.values())
+    if quarantined and not result.new:
+        console.print(Text(f"  quarantine  {counted(quarantined, 'sample')} {'stays' if quarantined == 1 else 'stay'}"))
     totals, speed = manifest.totals, manifest.timings.get("tokens_per_s", 0.0)
     console.print(Text(f"  dataset     {ref}"))
     console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,8 @@ class EngineSupervisor:
         self._timeouts = {"start_timeout_s": start_timeout_s, "step_timeout_s": step_timeout_s}
         self._engine: EngineProcess | None = None
         self.starts = 0
+        self.start_seconds: list[float] = []
+        """What each start that succeeded took."""
         self.kills: Counter[str] = Counter()
         self.preflight: dict[str, Any] = {}
         self.blamed = 0
@@ -93,7 +96,9 @@ class EngineSupervisor:
             on_note=self._on_stage,
             **self._timeouts,
         )
+        began = time.monotonic()
         self._engine.start(self._on_stage)
+        self.start_seconds.append(time.monotonic() - began)
         return self._engine
 
     def extract(self, job: ShardJob, on_progress: Callable[[Progress], None]) -> ShardDone:

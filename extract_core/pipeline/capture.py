@@ -13,17 +13,16 @@ import pyarrow as pa
 from extract_core.engine.preflight import PROMPTS, SETS, Probe
 from extract_core.engine.preflight import preflight as run_preflight
 from extract_core.engine.protocol import FinalNorm, JobSample, ShardDone, ShardJob
-from extract_core.engine.supervisor import KILLS_TO_QUARANTINE, EngineSupervisor
+from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import (
     EngineCrashedError,
     EngineError,
 )
 from extract_core.job import Job, new_attempt
+from extract_core.pipeline.todo import ShardTask
 from extract_core.planning.memory import wants_reference
 from extract_core.progress import reporter
 from extract_core.spool import RunFolder
-from extract_core.store.commits import read_commits
-from extract_core.store.objects import lost_by_commits
 from extract_core.store.records import (
     CommitRecord,
     Excluded,
@@ -47,6 +46,8 @@ class Captured:
     """Set when the rows are checked and the file is sealed: a commit that is tried again goes on from there."""
     stored: bool = False
     """The sealed file is in the store and durable."""
+    task: ShardTask | None = None
+    """What was asked for; None: the whole planned shard."""
 
 
 def make_supervisor(job: Job, folder: RunFolder) -> EngineSupervisor:
@@ -66,39 +67,24 @@ def make_supervisor(job: Job, folder: RunFolder) -> EngineSupervisor:
     )
 
 
-def open_shards(job: Job) -> list[int]:
-    """Shards of the plan to extract: without a commit record, or whose file is no longer there.
-
-    A lost file is made again from the same plan; where the engine computes the same bits, it is the same file under the
-    same name, and the version is whole again. A lost final norm comes back with the first shard that refers to it.
-    """
-    commits = read_commits(job.root, job.plan.fingerprint)
-    lost = lost_by_commits(job.root, commits.values())
-    again: dict[str, int] = {}
-    for shard, commit in sorted(commits.items()):
-        for path in lost.keys() & commit.objects.keys():
-            again.setdefault(path, shard)
-    needed = set(again.values())
-    return [shard.index for shard in job.plan.meta.shards if shard.index not in commits or shard.index in needed]
-
-
 def capture_shard(
     job: Job,
     engine: EngineSupervisor,
     folder: RunFolder,
-    shard: int,
+    task: ShardTask,
     on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Captured:
-    """Run one shard through the engine, leaving out samples that kill it.
+    """Run the samples of one shard through the engine, leaving out those that kill it.
 
     An engine that dies is replaced here: the samples it held run alone, so that the one that kills it is known the
-    second time, and the others go on.
+    second time, and the others go on. Samples that an earlier run knew as killers run alone from the start, and one
+    more death decides.
 
     Args:
         job: the job.
         engine: its engine.
         folder: this run's part of the spool.
-        shard: index in the plan.
+        task: which samples.
         on_tokens: called with the tokens of this shard computed so far.
 
     Raises:
@@ -107,7 +93,8 @@ def capture_shard(
         CaptureError: rows did not arrive where they belong.
         NoSpaceError: the spool is full.
     """
-    table = job.plan.shard(shard)
+    shard, table = task.shard, task.table(job)
+    known = set(task.known_killers)
     samples = [
         JobSample(sample_id, first, token_ids.values.to_numpy().astype("<i4").tobytes())
         for sample_id, first, token_ids in zip(
@@ -118,12 +105,15 @@ def capture_shard(
     while True:
         attempt = new_attempt()
         path = folder.shard(shard, attempt)
+        if len(excluded) == len(samples):  # no engine is needed to say so
+            done = ShardDone(attempt=attempt, greedy={}, top1={}, refused={}, counters={})
+            break
         request = ShardJob(
             attempt=attempt,
             path=str(path),
-            rows=job.plan.meta.shards[shard].rows,
+            rows=task.rows,
             samples=[s for s in samples if s.sample_id not in excluded],
-            solo=engine.suspects(),
+            solo=sorted({*engine.suspects(), *known}),
             want_top1=job.captures_last,
         )
         suspected = set(engine.suspects())
@@ -131,13 +121,13 @@ def capture_shard(
             done = engine.extract(request, lambda progress: on_tokens(progress.tokens))
         except EngineCrashedError as error:
             path.unlink(missing_ok=True)
-            killers = [sample for sample in engine.killers() if sample not in excluded]
+            again = [sample for sample in known if engine.kills[sample] and sample not in excluded]
+            killers = [*again, *(sample for sample in engine.killers() if sample not in {*excluded, *again})]
             if not killers and not set(engine.suspects()) - suspected:
                 raise
             for sample in killers:
-                excluded[sample] = _killer(sample, error)
-                engine.kills.pop(sample)  # judged: it must not be blamed for a death in a later shard
-            engine.blamed += len(killers)
+                excluded[sample] = _killer(sample, error, engine.kills.pop(sample))  # judged, not to be blamed again
+            engine.blamed += len(killers) - len(again)
             if engine.blamed > most_killers(job):
                 raise EngineError(
                     f"the engine was killed by {engine.blamed} different samples, more than this job may lose; it is "
@@ -156,15 +146,16 @@ def capture_shard(
         reason, _, detail = why.partition(": ")
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
     info = {**engine.info, "preflight": engine.preflight}
-    return Captured(shard, attempt, path, table, done, list(excluded.values()), info, engine.final_norm)
+    return Captured(shard, attempt, path, table, done, list(excluded.values()), info, engine.final_norm, task=task)
 
 
-def _killer(sample: str, error: EngineCrashedError) -> Excluded:
+def _killer(sample: str, error: EngineCrashedError, kills: int) -> Excluded:
+    times = f"{kills} times" if kills > 1 else "again, as in an earlier run,"
     return Excluded(
         sample_id=sample,
         reason="kills_engine",
-        detail=f"the engine died {KILLS_TO_QUARANTINE} times with it in flight; last: {error}",
-        attempts=KILLS_TO_QUARANTINE,
+        detail=f"the engine died {times} with it in flight; last: {error}",
+        attempts=kills,
     )
 
 

@@ -29,9 +29,9 @@ from extract_core.store.records import (
     canonical_json,
 )
 from extract_core.store.seal import seal_shard, seal_target
-from extract_core.store.versions import named_by_a_version
 from extract_core.store.shard import SealedShard, Segment
 from extract_core.store.unsealed import UnsealedShard
+from extract_core.store.versions import named_by_a_version
 
 CAPTURE_FAULTS = frozenset({"shape", "row_count", "token_echo", "zero_row", "identical_rows"})
 """Row failures that no sample can cause by itself: they stop the run instead of shrinking the dataset."""

@@ -151,7 +151,9 @@ def publish(
             return existing
         attempt = new_attempt()
         try:
-            return publish_version(job.root, _builder(job, commits, damage, index, report, attempt, started, clock), attempt)
+            return publish_version(
+                job.root, _builder(job, commits, damage, index, report, attempt, started, clock), attempt
+            )
         except _OvertakenError as other:
             if other.manifest is not None:
                 return other.manifest

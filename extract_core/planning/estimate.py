@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from extract_core.errors import StoreError
 from extract_core.store import layout
-from extract_core.store.commits import read_commits
+from extract_core.store.commits import all_records, read_commits
 from extract_core.store.root import Root
 from extract_core.store.versions import list_versions, read_manifest
 
@@ -74,7 +74,8 @@ def earlier_rate(root: Root, spec: Mapping[str, Any]) -> Rate | None:
             commits = read_commits(root, fingerprint)
         except (StoreError, FileNotFoundError, ValueError):
             continue  # an estimate is not worth a failure; verify and status report damage
-        timings = [commit.timings for commit in commits.values() if commit.timings.get("engine_s")]
+        records = list(all_records(commits))
+        timings = [record.timings for record in records if record.timings.get("engine_s")]
         tokens = sum(timing.get("tokens", 0.0) for timing in timings)
         # A shard is checked and stored while the next one is captured, so the slower of the two counts.
         seconds = sum(
@@ -82,7 +83,7 @@ def earlier_rate(root: Root, spec: Mapping[str, Any]) -> Rate | None:
             for timing in timings
         )
         if tokens and seconds:
-            devices = sorted({str(commit.engine.get("device", "unknown device")) for commit in commits.values()})
+            devices = sorted({str(record.engine.get("device", "unknown device")) for record in records})
             return Rate(
                 tokens / seconds,
                 "earlier_run",

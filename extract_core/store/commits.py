@@ -1,19 +1,136 @@
-"""Commit records: one per shard of a plan, created exclusively. Resume and status read nothing else."""
+"""Commit records: one per shard of a plan and round, created exclusively. Resume and status read nothing else.
+
+Round 0 is the shard as planned. Where samples of it were left out (quarantined), a later run tries them again and
+writes a further record, ``00012.r1.json``, with a small shard file of its own; what is there already never changes.
+Only the record of a shard that is lost or damaged is ever removed, and only once its replacement is stored.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 
 from extract_core.errors import AlreadyExistsError, CorruptDataError
 from extract_core.store import layout
-from extract_core.store.records import CommitRecord
+from extract_core.store.records import CommitRecord, Excluded, FinalNormRef, SampleRecord
 from extract_core.store.root import Root
 
 _REMOTE_READERS = 8
+_REPLACE_TRIES = 3
 
 
-def write_commit(root: Root, record: CommitRecord) -> CommitRecord:
+@dataclass(frozen=True)
+class ShardCommits:
+    """All commit records of one shard, by round.
+
+    A sample counts in the first round that holds it; it is excluded while no round does.
+    """
+
+    records: tuple[CommitRecord, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the first round is there; without it most of the shard's samples are missing."""
+        return bool(self.records) and self.records[0].round == 0
+
+    @cached_property
+    def by_record(self) -> list[tuple[CommitRecord, list[SampleRecord]]]:
+        """Records that hold samples which no earlier one holds, with these samples."""
+        seen: set[str] = set()
+        found = []
+        for record in self.records:
+            own = [sample for sample in record.samples if sample.sample_id not in seen]
+            seen.update(sample.sample_id for sample in own)
+            if own:
+                found.append((record, own))
+        return found
+
+    @cached_property
+    def samples(self) -> list[SampleRecord]:
+        """Every extracted sample, once."""
+        return [sample for _, own in self.by_record for sample in own]
+
+    @cached_property
+    def excluded(self) -> list[Excluded]:
+        """Samples that no round holds, as the last round that tried them says."""
+        held = {sample.sample_id for sample in self.samples}
+        return list(
+            {
+                item.sample_id: item
+                for record in self.records
+                for item in record.excluded
+                if item.sample_id not in held
+            }.values()
+        )
+
+    @property
+    def stored(self) -> list[CommitRecord]:
+        """The records whose shard files hold the samples."""
+        return [record for record, _ in self.by_record]
+
+    @property
+    def objects(self) -> dict[str, int]:
+        """Objects that the samples need: path to size in bytes."""
+        return {path: size for record in self.stored or self.records for path, size in record.objects.items()}
+
+    @property
+    def rows(self) -> int:
+        """Rows of all shard files."""
+        return sum(record.rows for record in self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shard files."""
+        return sum(record.nbytes for record in self.stored)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Sums over the rounds."""
+        total: Counter[str] = Counter()
+        for record in self.records:
+            total.update(record.timings)
+        return dict(total)
+
+    @property
+    def final_norm(self) -> FinalNormRef | None:
+        """What the first record that tells says."""
+        return next((norm for record in self.records if (norm := record.final_norm) is not None), None)
+
+    @property
+    def next_round(self) -> int:
+        """Number of the next retry."""
+        return self.records[-1].round + 1 if self.records else 0
+
+    def to_retry(self, runs: int) -> list[Excluded]:
+        """Excluded samples that fewer than ``runs`` rounds have tried."""
+        tried = Counter(item.sample_id for record in self.records for item in record.excluded)
+        return [item for item in self.excluded if tried[item.sample_id] < runs]
+
+
+@dataclass(frozen=True)
+class DamagedRecord:
+    """A commit record that cannot be read; ``sha256`` of its bytes."""
+
+    path: str
+    shard: int
+    round: int
+    sha256: str
+    error: CorruptDataError
+
+
+def write_commit(root: Root, record: CommitRecord, *, replaces: Collection[str] = ()) -> CommitRecord:
     """Commit a shard whose bytes are durable already; the first attempt to arrive wins.
+
+    Args:
+        root: the dataset root.
+        record: what to write.
+        replaces: attempts (or sha256 of the bytes, where a record cannot be read) whose shards are lost: such a record
+            is removed if it stands in the way and names another object. Between removal and creation a kill leaves the
+            shard without a record, and the next run extracts it again.
 
     Returns:
         the record that stands: ``record`` itself, also when an earlier try of this attempt had got through, or that of
@@ -23,66 +140,88 @@ def write_commit(root: Root, record: CommitRecord) -> CommitRecord:
         CorruptDataError: the record that is there cannot be read.
         StoreError: the record could not be written.
     """
-    rel = layout.commit_path(record.fingerprint, record.shard)
-    try:
-        root.create_exclusive(rel, record.dump())
-    except AlreadyExistsError as error:
-        return _load(root, rel, error.existing, record.fingerprint, record.shard)
-    return record
+    rel = layout.commit_path(record.fingerprint, record.shard, record.round)
+    for _ in range(_REPLACE_TRIES):
+        try:
+            root.create_exclusive(rel, record.dump())
+        except AlreadyExistsError as error:
+            existing = error.existing
+        else:
+            return record
+        if hashlib.sha256(existing).hexdigest() not in replaces:
+            standing = _load(root, rel, existing, record.fingerprint, record.shard, record.round)
+            if standing.attempt not in replaces or standing.object == record.object:
+                return standing
+        root.delete(rel)
+    return _load(root, rel, root.read_bytes(rel), record.fingerprint, record.shard, record.round)
 
 
 def read_commits(
-    root: Root, fingerprint: str, *, damaged: dict[int, CorruptDataError] | None = None
-) -> dict[int, CommitRecord]:
+    root: Root, fingerprint: str, *, damaged: list[DamagedRecord] | None = None
+) -> dict[int, ShardCommits]:
     """All commit records of a plan by shard number; empty when there are none.
 
     Args:
         root: the dataset root.
         fingerprint: the plan's.
-        damaged: takes the failures of damaged records, which are then left out instead of raised.
+        damaged: takes the damaged records, which are then left out instead of raised.
 
     Raises:
-        CorruptDataError: a record is damaged or belongs to another plan or shard.
+        CorruptDataError: a record is damaged or belongs to another plan, shard or round.
     """
     folder = layout.commits_dir(fingerprint)
-    shards = [shard for name in root.list(folder) if (shard := layout.commit_shard(name)) is not None]
+    found = sorted(key for name in root.list(folder) if (key := layout.commit_shard(name)) is not None)
 
-    def read(shard: int) -> CommitRecord | CorruptDataError:
-        rel = layout.commit_path(fingerprint, shard)
+    def read(key: tuple[int, int]) -> CommitRecord | DamagedRecord | None:
+        rel = layout.commit_path(fingerprint, *key)
         try:
-            return _load(root, rel, root.read_bytes(rel), fingerprint, shard)
+            data = root.read_bytes(rel)
+        except FileNotFoundError:
+            return None  # being replaced right now
+        try:
+            return _load(root, rel, data, fingerprint, *key)
         except CorruptDataError as error:
             if damaged is None:
                 raise
-            return error
+            return DamagedRecord(rel, *key, hashlib.sha256(data).hexdigest(), error)
 
-    shards.sort()
     if root.is_local:
-        found = list(map(read, shards))
+        items = list(map(read, found))
     else:
         with ThreadPoolExecutor(_REMOTE_READERS) as pool:
-            found = list(pool.map(read, shards))
-    records: dict[int, CommitRecord] = {}
-    for shard, item in zip(shards, found, strict=True):
+            items = list(pool.map(read, found))
+    records: dict[int, list[CommitRecord]] = {}
+    for item in items:
         if isinstance(item, CommitRecord):
-            records[shard] = item
-        elif damaged is not None:
-            damaged[shard] = item
-    return records
+            records.setdefault(item.shard, []).append(item)
+        elif item is not None and damaged is not None:
+            damaged.append(item)
+    return {shard: ShardCommits(tuple(rounds)) for shard, rounds in records.items()}
 
 
-def _load(root: Root, rel: str, data: bytes, fingerprint: str, shard: int) -> CommitRecord:
+def all_records(commits: Mapping[int, ShardCommits]) -> Iterable[CommitRecord]:
+    """Every record, by shard and round."""
+    return (record for _, shard in sorted(commits.items()) for record in shard.records)
+
+
+def state_of(commits: Mapping[int, ShardCommits]) -> str:
+    """A digest that changes with any record: what was checked is what is published."""
+    keys = [f"{record.shard} {record.round} {record.attempt}" for record in all_records(commits)]
+    return hashlib.sha256("\n".join(keys).encode()).hexdigest()
+
+
+def _load(root: Root, rel: str, data: bytes, fingerprint: str, shard: int, round: int) -> CommitRecord:
     where = root.describe(rel)
-    remedy = f"delete {where} and run the job again: only this shard is extracted anew"
+    remedy = "run the job with --repair: only this shard is extracted anew"
     try:
         record = CommitRecord.load(data, where)
     except CorruptDataError as error:
         if "install a newer" in str(error):  # not damaged
             raise
         raise CorruptDataError(f"{error}; {remedy}") from error
-    if (record.fingerprint, record.shard) != (fingerprint, shard):
+    if (record.fingerprint, record.shard, record.round) != (fingerprint, shard, round):
         raise CorruptDataError(
-            f"commit record {where} is of plan {record.fingerprint} shard {record.shard}, "
-            f"expected plan {fingerprint} shard {shard}; it was copied or renamed; {remedy}"
+            f"commit record {where} is of plan {record.fingerprint} shard {record.shard} round {record.round}, "
+            f"expected plan {fingerprint} shard {shard} round {round}; it was copied or renamed; {remedy}"
         )
     return record

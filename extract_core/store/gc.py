@@ -26,7 +26,7 @@ from extract_core.planning.plan import PlanMeta, read_plan_meta
 from extract_core.spool import LOG_DAYS, RUN_PREFIX, ended_runs
 from extract_core.store import layout
 from extract_core.store.columns import referenced_shards
-from extract_core.store.commits import read_commits
+from extract_core.store.commits import DamagedRecord, read_commits
 from extract_core.store.listing import Entry, Upload
 from extract_core.store.records import Manifest, canonical_json, utc_now
 from extract_core.store.root import TEMP_PREFIX, Root
@@ -108,12 +108,13 @@ class _Plan:
     fingerprint: str
     entries: list[Entry]
     meta: PlanMeta | None
-    commits: set[int]
+    commits: set[tuple[int, int]]
+    """Shard and round of every commit record."""
     damaged: str = ""
 
     @property
     def unfinished(self) -> bool:
-        return self.meta is not None and any(shard.index not in self.commits for shard in self.meta.shards)
+        return self.meta is not None and any((shard.index, 0) not in self.commits for shard in self.meta.shards)
 
     @property
     def retired(self) -> bool:
@@ -291,7 +292,7 @@ class _Survey:
                 return "stays: it has commit records and no plan.json; the next run of its job plans it again", False
             reason = "of a version that was removed" if plan.commits else "its planning was never finished"
         elif plan.unfinished:
-            count = sum(shard.index not in plan.commits for shard in plan.meta.shards)
+            count = sum((shard.index, 0) not in plan.commits for shard in plan.meta.shards)
             return f"stays: {count:,} of {len(plan.meta.shards):,} shards are still to be extracted", False
         elif superseded or plan.retired:
             reason = "of a version that goes" if superseded else "of a version that was removed"
@@ -312,27 +313,27 @@ class _Survey:
         """
         found = set(self.named)
         for fingerprint in plans:
-            for shard in self.plans[fingerprint].commits:
-                found |= self._of_commit(fingerprint, shard)
+            for shard, round in self.plans[fingerprint].commits:
+                found |= self._of_commit(fingerprint, shard, round)
         for entry in self.pending:
             found.add(layout.object_digest(entry.name) or "")
             with contextlib.suppress(FileNotFoundError):
                 found |= referenced_shards(self.root, entry.path, entry.nbytes)
         return found
 
-    def _of_commit(self, fingerprint: str, shard: int) -> set[str]:
-        rel = layout.commit_path(fingerprint, shard)
+    def _of_commit(self, fingerprint: str, shard: int, round: int) -> set[str]:
+        rel = layout.commit_path(fingerprint, shard, round)
         try:
             data = self.root.read_bytes(rel)
         except FileNotFoundError:
             return set()  # another gc or a person removed it
         if not _sound(data):
-            damaged: dict[int, CorruptDataError] = {}
+            damaged: list[DamagedRecord] = []
             read_commits(self.root, fingerprint, damaged=damaged)
-            for error in damaged.values():
+            for item in damaged:
                 raise CorruptDataError(
-                    f"nothing is removed, since which shards are in use cannot be known: {error}"
-                ) from error
+                    f"nothing is removed, since which shards are in use cannot be known: {item.error}"
+                ) from item.error
         return _digests(data)
 
     def _pending_indexes(self) -> list[Entry]:
@@ -365,6 +366,8 @@ class _Survey:
             parts = entry.path.split("/")
             if parts[0] == layout.PROBES:
                 self._add("temporary", entry, "a probe of a run that was killed")
+            elif parts[0] == layout.PUBLISHERS:
+                self._add("temporary", entry, "the claim of a run that ended")
             elif parts[0] != SPOOL and any(part.startswith(TEMP_PREFIX) for part in parts):
                 self._add("temporary", entry, "a write that was not finished")
         self._choose_spool()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from extract_core.errors import CorruptDataError
-from extract_core.store.records import CommitRecord
+from extract_core.store import layout
+from extract_core.store.commits import ShardCommits
 from extract_core.store.root import Root
+
+_CHUNK = 8 * 2**20
 
 
 def read_object(root: Root, rel: str, *, sha256: str | None, nbytes: int | None, what: str, owner: str = "") -> bytes:
@@ -38,9 +41,9 @@ def read_object(root: Root, rel: str, *, sha256: str | None, nbytes: int | None,
     return data
 
 
-def lost_by_commits(root: Root, commits: Iterable[CommitRecord]) -> dict[str, str]:
-    """``lost_objects`` of everything that commit records name."""
-    return lost_objects(root, {path: size for commit in commits for path, size in commit.objects.items()})
+def lost_by_commits(root: Root, commits: Mapping[int, ShardCommits]) -> dict[str, str]:
+    """``lost_objects`` of everything that the samples of commit records need."""
+    return lost_objects(root, {path: size for shard in commits.values() for path, size in shard.objects.items()})
 
 
 def lost_objects(root: Root, expected: Mapping[str, int]) -> dict[str, str]:
@@ -62,3 +65,34 @@ def lost_objects(root: Root, expected: Mapping[str, int]) -> dict[str, str]:
         elif root.is_local and (size := root.size(path)) != nbytes:
             lost[path] = f"has {size} bytes"
     return lost
+
+
+def damaged_objects(
+    root: Root, expected: Mapping[str, int], *, on_progress: Callable[[int], None] = lambda done: None
+) -> dict[str, str]:
+    """Objects that are missing or whose bytes do not have the sha256 in their name, with what was found.
+
+    Args:
+        root: the dataset root; every object is read once, a few MiB at a time.
+        expected: relative path of an object named by its digest to its size in bytes.
+        on_progress: called with the bytes done so far.
+    """
+    wrong: dict[str, str] = {}
+    done = 0
+    for path, nbytes in expected.items():
+        try:
+            size = root.size(path)
+        except FileNotFoundError:
+            wrong[path] = "is missing"
+            continue
+        if size != nbytes:
+            wrong[path] = f"has {size} bytes"
+            continue
+        digest = hashlib.sha256()
+        for start in range(0, size, _CHUNK):
+            chunk = root.read_range(path, start, min(start + _CHUNK, size))
+            digest.update(chunk)
+            on_progress(done := done + len(chunk))
+        if digest.hexdigest() != layout.object_digest(path.rpartition("/")[2]):
+            wrong[path] = f"has sha256 {digest.hexdigest()}"
+    return wrong

@@ -26,6 +26,7 @@ from extract_core.store.root import Root
 
 _LOG = logging.getLogger(__name__)
 _PUBLISH_TRIES = 1000
+_REMEDY = "run the job with --repair: what it names is published again as a new version"
 _REF = re.compile(r"(?P<root>.+)@(?P<version>[0-9]{1,18}|latest)", re.DOTALL)
 
 
@@ -114,6 +115,19 @@ def read_manifest(root: Root, version: int | None = None) -> Manifest:
     return _load(root, version, data)
 
 
+def named_by_a_version(root: Root, path: str) -> bool:
+    """Whether a version's shards or norm are in this object, or may be: a damaged manifest could name anything."""
+    for version in list_versions(root):
+        try:
+            if path in read_manifest(root, version).objects:
+                return True
+        except NoSuchVersionError:
+            continue
+        except CorruptDataError:
+            return True
+    return False
+
+
 def publish(root: Root, build: Callable[[int], Manifest], attempt: str) -> Manifest:
     """Make a version visible, by creating its manifest under the next free number.
 
@@ -178,7 +192,14 @@ def _write_hint(root: Root, version: int) -> None:
 
 def _load(root: Root, version: int, data: bytes) -> Manifest:
     where = root.describe(layout.manifest_path(version))
-    manifest = Manifest.load(data, where)
+    try:
+        manifest = Manifest.load(data, where)
+    except CorruptDataError as error:
+        if "install a newer" in str(error):  # not damaged
+            raise
+        raise CorruptDataError(f"{error}; {_REMEDY}") from error
     if manifest.version != version:
-        raise CorruptDataError(f"manifest {where} says it is version {manifest.version}; it was copied or renamed")
+        raise CorruptDataError(
+            f"manifest {where} says it is version {manifest.version}; it was copied or renamed; {_REMEDY}"
+        )
     return manifest

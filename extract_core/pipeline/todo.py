@@ -1,0 +1,246 @@
+"""What a run has to do: shards to extract, lost ones to make again, quarantined samples to try again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from extract_core.errors import CorruptDataError
+from extract_core.job import Job
+from extract_core.progress import reporter
+from extract_core.store.commits import DamagedRecord, ShardCommits, all_records, read_commits
+from extract_core.store.index import read_index
+from extract_core.store.objects import damaged_objects, lost_by_commits
+from extract_core.store.records import CommitRecord, Excluded, Manifest
+from extract_core.store.versions import latest_version, read_manifest
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Samples of one planned shard that become one shard file and one commit record.
+
+    Args:
+        shard: index in the plan.
+        rows: token positions of the samples.
+        round: 0, or the number of the retry.
+        samples: ids in any order; None for the whole planned shard.
+        earlier: what earlier rounds say of the samples, where they are tried again.
+        carried: samples that the record names as excluded without trying them.
+        replaces: attempts, or sha256 of damaged records, that the new record may replace; see ``write_commit``.
+        lost: the shard file that is lost or damaged.
+    """
+
+    shard: int
+    rows: int
+    round: int = 0
+    samples: tuple[str, ...] | None = None
+    earlier: tuple[Excluded, ...] = ()
+    carried: tuple[Excluded, ...] = ()
+    replaces: frozenset[str] = frozenset()
+    lost: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For people: ``00012``, ``00012.r1``."""
+        return f"{self.shard:05d}{f'.r{self.round}' if self.round else ''}"
+
+    @property
+    def known_killers(self) -> list[str]:
+        """Samples that killed an engine before: they run alone, and one more death is enough."""
+        return [item.sample_id for item in self.earlier if item.reason == "kills_engine"]
+
+    def table(self, job: Job) -> pa.Table:
+        """The samples (schema ``PLAN_SCHEMA``), with first rows in this task's own file."""
+        planned = job.plan.shard(self.shard)
+        if self.samples is None:
+            return planned
+        wanted = set(self.samples)
+        table = planned.filter(pa.array([sample in wanted for sample in planned["sample_id"].to_pylist()], pa.bool_()))
+        firsts, rows = [], 0
+        for count in table["n_tokens"].to_pylist():
+            firsts.append(rows)
+            rows += count
+        at = table.schema.get_field_index("first_row")
+        return table.set_column(at, table.schema.field(at), pa.array(firsts, table.schema.field(at).type))
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a repair found. ``version`` is the latest one, if its manifest or index is damaged."""
+
+    objects: dict[str, str] = field(default_factory=dict)
+    records: tuple[DamagedRecord, ...] = ()
+    version: int | None = None
+    repair: bool = False
+
+
+SOUND = Damage()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do. ``existing`` is the published version of this plan, if it is whole."""
+
+    tasks: list[ShardTask]
+    existing: Manifest | None = None
+    publish: bool = True
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the existing version is all there is to have."""
+        return self.existing is not None and not self.tasks and not self.publish
+
+
+def outstanding(job: Job, damage: Damage = SOUND) -> Work:
+    """What a run has to do; reads commit records only where something may be left.
+
+    Raises:
+        CorruptDataError: a record is damaged and the run is no repair.
+    """
+    existing = None if damage.version is not None else job.published()
+    if existing is not None and (damage.records or damage.objects.keys() & existing.objects.keys()):
+        existing = None
+    if existing is not None and not sum(existing.accounting.quarantined.values()):
+        return Work([], existing, publish=False)
+    tasks = open_shards(job, damage)
+    if existing is None:
+        return Work(tasks)
+    return Work(tasks, existing, publish=not is_current(existing, read_commits(job.root, job.plan.fingerprint)))
+
+
+def settled(job: Job, work: Work) -> Manifest | None:
+    """The existing version, where everything that was done added nothing to it."""
+    if work.existing is None or not is_current(work.existing, read_commits(job.root, job.plan.fingerprint)):
+        return None
+    tell_quarantine(work.existing)
+    return work.existing
+
+
+def tell_quarantine(manifest: Manifest) -> None:
+    """A line for the user where a version lacks samples that could not be extracted."""
+    count = sum(manifest.accounting.quarantined.values())
+    if count:
+        words = f"{count:,} samples stay" if count > 1 else "1 sample stays"
+        reporter().note(f"{words} quarantined; version {manifest.version} is the same without")
+
+
+def is_current(manifest: Manifest, commits: Mapping[int, ShardCommits]) -> bool:
+    """Whether a version names exactly the shards that hold the samples of the commit records."""
+    ours = {record.sha256 for shard in commits.values() for record in shard.stored}
+    return {shard.sha256 for shard in manifest.shards} == ours
+
+
+def open_shards(job: Job, damage: Damage = SOUND) -> list[ShardTask]:
+    """Shards of the plan to extract, in the order to do it: without a commit record, whose file is lost, to retry.
+
+    A lost file is made again from the samples that it held; where the engine computes the same bits, it is the same
+    file under the same name, and the version is whole again. A lost final norm comes back with any shard. Quarantined
+    samples come last, since they may take the engine with them.
+
+    Raises:
+        CorruptDataError: a commit record is damaged and this is no repair.
+    """
+    damaged: list[DamagedRecord] | None = [] if damage.repair else None
+    commits = read_commits(job.root, job.plan.fingerprint, damaged=damaged)
+    named = {path for shard in commits.values() for path in shard.objects}
+    lost = {**lost_by_commits(job.root, commits), **{p: t for p, t in damage.objects.items() if p in named}}
+    unreadable = {(item.shard, item.round): item.sha256 for item in damaged or ()}
+    tasks: list[ShardTask] = []
+    retries: list[ShardTask] = []
+    for planned in job.plan.meta.shards:
+        shard, known = planned.index, commits.get(planned.index, ShardCommits(()))
+        if not known.complete:
+            replaces = frozenset(sha for key, sha in unreadable.items() if key == (shard, 0))
+            others = {s.sample_id for s in known.samples} | {item.sample_id for item in known.excluded}
+            whole = ShardTask(shard, planned.rows, replaces=replaces)
+            tasks.append(_rest(job, shard, others, replaces) if others else whole)
+        tasks += [_again(shard, record) for record in known.stored if record.object in lost]
+        late = {round: sha for (number, round), sha in unreadable.items() if number == shard and round}
+        for round, sha in sorted(late.items()):
+            # Whatever this round held is excluded by what is left; one round takes it all, the others become empty.
+            held = known.excluded if round == min(late) else []
+            retries.append(_retry(job, shard, round, held, frozenset({sha})))
+        left = known.to_retry(job.settings.quarantine_runs)
+        if left and known.complete and not late:
+            retries.append(_retry(job, shard, known.next_round, left))
+    if not tasks:
+        tasks += _for_norms(commits, lost)
+    return tasks + retries
+
+
+def _again(shard: int, record: CommitRecord) -> ShardTask:
+    return ShardTask(
+        shard,
+        sum(sample.n_tokens for sample in record.samples),
+        record.round,
+        tuple(sample.sample_id for sample in record.samples),
+        carried=tuple(record.excluded),
+        replaces=frozenset({record.attempt}),
+        lost=record.object,
+    )
+
+
+def _rest(job: Job, shard: int, others: set[str], replaces: frozenset[str]) -> ShardTask:
+    lengths = _lengths(job, shard)
+    samples = tuple(sample for sample in lengths if sample not in others)
+    return ShardTask(shard, sum(lengths[sample] for sample in samples), 0, samples, replaces=replaces)
+
+
+def _retry(
+    job: Job, shard: int, round: int, items: Iterable[Excluded], replaces: frozenset[str] = frozenset()
+) -> ShardTask:
+    earlier = tuple(items)
+    lengths = _lengths(job, shard)
+    samples = tuple(item.sample_id for item in earlier if item.sample_id in lengths)
+    rows = sum(lengths[sample] for sample in samples)
+    return ShardTask(shard, rows, round, samples, earlier, replaces=replaces)
+
+
+def _lengths(job: Job, shard: int) -> dict[str, int]:
+    table = job.plan.shard(shard)
+    return dict(zip(table["sample_id"].to_pylist(), table["n_tokens"].to_pylist(), strict=True))
+
+
+def _for_norms(commits: dict[int, ShardCommits], lost: dict[str, str]) -> list[ShardTask]:
+    """One shard for each lost norm: its engine has the norm; the shard's own record stays."""
+    tasks: dict[str, ShardTask] = {}
+    for record in all_records(commits):
+        norm = record.final_norm
+        if record.object is not None and norm is not None and norm.path in lost and norm.path not in tasks:
+            tasks[norm.path] = replace(_again(record.shard, record), replaces=frozenset())
+    return list(tasks.values())
+
+
+def find_damage(job: Job) -> Damage:
+    """Read every object that the plan's records and the latest version name, and hold it against its digest."""
+    root, progress = job.root, reporter()
+    records: list[DamagedRecord] = []
+    commits = read_commits(root, job.plan.fingerprint, damaged=records)
+    expected = {path: size for shard in commits.values() for path, size in shard.objects.items()}
+    version = latest_version(root)
+    bad_version: int | None = None
+    foreign: dict[str, int] = {}
+    if version is not None:
+        try:
+            manifest = read_manifest(root, version)
+            if manifest.fingerprint == job.plan.fingerprint:
+                expected |= manifest.objects
+            else:
+                foreign = {path: size for path, size in manifest.objects.items() if path not in expected}
+            read_index(root, manifest)
+        except CorruptDataError as error:
+            progress.note(str(error))
+            bad_version = version
+    progress.stage("Verifying", total=sum(expected.values()) + sum(foreign.values()), unit="bytes")
+    objects = damaged_objects(root, expected | foreign, on_progress=progress.advance)
+    for path, what in objects.items():
+        remedy = f"it is of version {version}, which another job made: repair that" if path in foreign else "made again"
+        progress.note(f"{root.describe(path)} {what}; {remedy}")
+    objects = {path: what for path, what in objects.items() if path not in foreign}
+    for item in records:
+        progress.note(f"{item.error}")
+    if not objects and not records and bad_version is None:
+        progress.note("every object is whole; there is nothing to repair")
+    return Damage(objects, tuple(records), bad_version, repair=True)
