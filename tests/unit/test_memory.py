@@ -139,11 +139,11 @@ def test_lines_on_a_cpu() -> None:
     assert line(plan, "weights") == 16_060_522_496
     assert line(plan, "captured states") == 2048 * 4 * 4096 * 2
     assert line(plan, "activations") == 2048 * (4 * 4096 + 3 * 14336) * 2 + 256 * 128256 * 6
-    assert line(plan, "shards") == GIB
+    assert line(plan, "shards in the spool") == GIB
     memory, spool = plan.places
     assert memory.needed == sum(item.nbytes for item in plan.lines if item.place == "memory")
     assert (memory.available, spool.available) == (60 * GIB, 1000 * GIB)
-    assert line(memory_plan(replace(JOB, shards=1), HOST), "shards") == 512 * MIB
+    assert line(memory_plan(replace(JOB, shards=1), HOST), "shards in the spool") == 512 * MIB
     two = memory_plan(replace(JOB, tensor_parallel=2), HOST)
     assert line(two, "weights") == 16_060_522_496, "all ranks are in the same memory"
     assert line(two, "engine process") == 2 * GIB
