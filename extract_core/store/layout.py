@@ -17,6 +17,10 @@ PLANS = "plans"
 VERSIONS = "versions"
 TAGS = "tags"
 PROBES = ".probe"
+PUBLISHERS = "publishers"
+
+TOP_NAMES = frozenset({SHARDS, NORMS, INDEXES, REPORTS, PLANS, VERSIONS, TAGS, LATEST, PROBES, PUBLISHERS})
+"""Everything that a dataset has at the top of its root."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,64}")
@@ -25,6 +29,7 @@ _COMMIT = re.compile(r"(\d{5,})(?:\.r([1-9]\d*))?\.json")
 _VERSION = re.compile(r"(\d{6,})\.json")
 _TAG = re.compile(r"(?!latest$)(?![0-9]+$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OBJECT = re.compile(r"([0-9a-f]{64})\.[a-z0-9.]{1,20}")
+_ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,119}")
 
 
@@ -140,6 +145,19 @@ def object_digest(name: str) -> str | None:
     """The digest in the file name of a shard, norm, index or report; None for any other name."""
     match = _OBJECT.fullmatch(name)
     return match[1] if match else None
+
+
+def publisher_path(attempt: str) -> str:
+    """The claim of a run to be the only one that publishes, e.g. ``publishers/<32 hex digits>.json``."""
+    if not _ATTEMPT.fullmatch(attempt):
+        raise ValueError(f"{attempt!r} is not the id of an attempt: 32 lower-case hex digits")
+    return f"{PUBLISHERS}/{attempt}.json"
+
+
+def publisher_attempt(name: str) -> str | None:
+    """The attempt in the file name of a claim; None for any other name."""
+    attempt = name.removesuffix(".json")
+    return attempt if attempt != name and _ATTEMPT.fullmatch(attempt) else None
 
 
 def retired_path(fingerprint: str) -> str:

@@ -39,7 +39,7 @@ from extract_core.store import listing, s3, upload
 from extract_core.store.bulk import BulkClient, Choice, choose
 from extract_core.store.failures import FULL, failure, http_status, is_transient, reason
 from extract_core.store.layout import PLANS, PROBES, VERSIONS, object_digest
-from extract_core.store.protocols import protocol_of
+from extract_core.store.protocols import protocol_of, renames
 from extract_core.store.retry import Retry
 
 __all__ = ["MAX_RECORD_BYTES", "TEMP_PREFIX", "Root", "check_writable", "failure", "is_remote", "local_folder"]
@@ -618,6 +618,9 @@ class Root:
                 self.put_bytes(rel, first)  # a root that cannot be written at all fails here, with its own reason
                 answer = False
             else:
+                answer = self._local is not None or not renames(self._open_remote()[0])
+            self._require_seen(rel, first)
+            if answer:
                 try:
                     self.create_exclusive(rel, second)
                     answer = False
@@ -631,6 +634,23 @@ class Root:
                     folder.rmdir()
         self.exclusive = answer
         return answer
+
+    def _require_seen(self, rel: str, data: bytes) -> None:
+        """What was written must be read and listed at once."""
+        folder, _, name = rel.rpartition("/")
+        try:
+            came = self._retry.call(
+                lambda: self.read_bytes(rel), transient=lambda error: isinstance(error, FileNotFoundError)
+            )
+            listed = name in self.list(folder)
+        except FileNotFoundError:
+            came, listed = b"", False
+        if came != data or not listed:
+            what = "does not list it" if came == data else "shows other bytes"
+            raise StoreError(
+                f"{self.describe(rel)} was written, but the store {what}: a dataset needs a store where a write is "
+                "seen at once; give another root"
+            )
 
 
 def _read_whole(fs: Any, target: str) -> bytes:
