@@ -274,6 +274,12 @@ def load(job_file: str, pairs: list[str] | None, root: str | None) -> Any:
     return load_job(job_file, overrides)
 
 
+def storage_options(storage: list[str] | None, job_file: str | None) -> dict[str, Any]:
+    """The root's fsspec options: those of the job file, and over them the flags."""
+    options = dict(load(job_file, None, None).store.storage_options) if job_file is not None else {}
+    return options | parse_pairs(storage, "--storage-option")
+
+
 def open_dataset(ref: str, storage: list[str] | None, job_file: str | None) -> tuple[Root, int | None]:
     """Root and version of ``ROOT[@VERSION]`` or ``ROOT@TAG``; the version is None for the latest.
 
@@ -283,11 +289,7 @@ def open_dataset(ref: str, storage: list[str] | None, job_file: str | None) -> t
     from extract_core.store.tags import open_ref
     from extract_core.store.versions import no_version_in
 
-    options: dict[str, Any] = {}
-    if job_file is not None:
-        options |= load(job_file, None, None).store.storage_options
-    options |= parse_pairs(storage, "--storage-option")
-    root, version = open_ref(ref, options)
+    root, version = open_ref(ref, storage_options(storage, job_file))
     path = root.local_path("")
     if path is not None and not path.exists():
         wrong = no_version_in(ref) if version is None else ""

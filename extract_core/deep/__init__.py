@@ -1,0 +1,1 @@
+"""``verify --deep``: extracts sampled rows of a published version again and compares."""
