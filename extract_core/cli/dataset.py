@@ -373,24 +373,26 @@ def verify(
 
 
 def _remedy(report: VerifyReport, root: Root) -> str:
-    """How missing and damaged shards and norms come back; empty when none is wrong."""
+    """How what is missing and what is damaged comes back; empty where no job can help."""
     from extract_core.store import layout
 
-    wrong = {
-        item.object for item in report.problems if item.object.startswith((f"{layout.SHARDS}/", f"{layout.NORMS}/"))
-    }
-    damaged = sorted(name for name in wrong if root.exists(name))
+    made_again = (f"{layout.SHARDS}/", f"{layout.NORMS}/")
+    wrong = {item.object for item in report.problems}
+    missing = sorted(name for name in wrong if name.startswith(made_again) and not root.exists(name))
+    damaged = sorted(wrong - set(missing))
     if not wrong:
         return ""
-    text = "run the job again: missing shards are extracted anew"
-    if any(name.startswith(f"{layout.NORMS}/") for name in wrong):
-        text += " (a missing norm together with one shard)"
-    text += ", and the version stays"
-    if damaged:
-        first = ", ".join(root.describe(name) for name in damaged[:_DAMAGED_SHOWN])
-        more = f" and {len(damaged) - _DAMAGED_SHOWN:,} more" if len(damaged) > _DAMAGED_SHOWN else ""
-        text += f"; delete {counted(len(damaged), 'damaged file')} first: {first}{more}"
-    return text
+    if not damaged:
+        return (
+            "run the job again: what is missing is extracted anew. Where the engine computes the same bits, this "
+            "version is whole again; otherwise a new one is published"
+        )
+    first = ", ".join(damaged[:_DAMAGED_SHOWN])
+    more = f" and {len(damaged) - _DAMAGED_SHOWN:,} more" if len(damaged) > _DAMAGED_SHOWN else ""
+    return (
+        f"run the job with --repair: it reads everything and makes {counted(len(damaged), 'damaged object')} anew "
+        f"({first}{more}); where that gives other bits, or a manifest is damaged, a new version is published"
+    )
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------

@@ -22,9 +22,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from extract_core.chat import Dropped, Sample, Tally
 from extract_core.errors import AlreadyExistsError, CorruptDataError
 from extract_core.planning.fingerprint import JobSpec
+from extract_core.planning.model import canonical_digest
 from extract_core.store import layout
 from extract_core.store.root import Root
 from extract_core.store.shard import HEADER_BYTES
+
+_CHECKSUM = "checksum"
+_REMEDY = "run the job with --repair: it is planned again, and commit records beside it stay good"
 
 MOST_SAMPLES = 20_000
 """Samples of one shard at most: its commit record lists each of them and is one small object."""
@@ -62,7 +66,8 @@ class PlanMeta(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: int = 1
+    schema_version: int = 2
+    """2 added a checksum to the file."""
     fingerprint: str
     spec: dict[str, Any]
     plan_sha256: str
@@ -162,26 +167,38 @@ def read_plan_meta(root: Root, fingerprint: str) -> PlanMeta | None:
     except (ValueError, FileNotFoundError):  # a folder that is no plan's, or a plan that was never finished
         return None
     try:
-        return PlanMeta.model_validate_json(raw)
-    except ValidationError as error:
-        raise CorruptDataError(f"{root.url}/{name} is not a plan this version can read: {error}") from error
+        tree = json.loads(raw)
+        checksum = tree.pop(_CHECKSUM, None) if isinstance(tree, dict) else None
+        meta = PlanMeta.model_validate_json(json.dumps(tree))
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise CorruptDataError(f"{root.url}/{name} is not a plan this version can read: {error}; {_REMEDY}") from error
+    if meta.fingerprint != fingerprint or (checksum is not None and checksum != canonical_digest(tree)):
+        raise CorruptDataError(
+            f"{root.url}/{name} does not match its own checksum or folder; it was altered after writing; {_REMEDY}"
+        )
+    return meta
 
 
 def _open_table(root: Root, meta: PlanMeta) -> pq.ParquetFile:
+    return pq.ParquetFile(sound_layout(root, meta))
+
+
+def sound_layout(root: Root, meta: PlanMeta) -> Path | pa.BufferReader:
+    """The layout's file, or its bytes on a remote root, after checking its digest.
+
+    Raises:
+        CorruptDataError: it is missing, or differs from what ``plan.json`` says.
+    """
     name = layout.plan_path(meta.fingerprint, meta.plan_sha256)
     local = root.local_path(name)
-    data = root.read_bytes(name) if local is None else None
-    if local is not None:
-        digest = _sha256(local)
-    else:
-        assert data is not None
-        digest = hashlib.sha256(data).hexdigest()
+    try:
+        data = root.read_bytes(name) if local is None else None
+        digest = _sha256(local) if local is not None else hashlib.sha256(data or b"").hexdigest()
+    except FileNotFoundError:
+        raise CorruptDataError(f"{root.url}/{name}, which plan.json names, is missing; {_REMEDY}") from None
     if digest != meta.plan_sha256:
-        raise CorruptDataError(
-            f"{root.url}/{name}: sha256 {digest}, plan.json says {meta.plan_sha256}; delete "
-            f"plan.json and the layout in plans/{meta.fingerprint} to plan again: commit records beside them stay good"
-        )
-    return pq.ParquetFile(local if local is not None else pa.BufferReader(data))
+        raise CorruptDataError(f"{root.url}/{name}: sha256 {digest}, plan.json says {meta.plan_sha256}; {_REMEDY}")
+    return local if local is not None else pa.BufferReader(data)
 
 
 def make_plan(
@@ -241,7 +258,8 @@ def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path) -> N
     fingerprint = meta.fingerprint
     root.put_bytes(layout.dropped_path(fingerprint), dropped.read_bytes())
     root.put_file(parquet, layout.plan_path(fingerprint, meta.plan_sha256))
-    text = json.dumps(meta.model_dump(mode="json"), sort_keys=True, indent=1) + "\n"
+    tree = json.loads(json.dumps(meta.model_dump(mode="json")))
+    text = json.dumps({**tree, _CHECKSUM: canonical_digest(tree)}, sort_keys=True, indent=1) + "\n"
     try:
         root.create_exclusive(layout.plan_meta_path(fingerprint), text.encode())
     except AlreadyExistsError as taken:

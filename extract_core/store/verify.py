@@ -12,7 +12,9 @@ import numpy as np
 import xxhash
 
 from extract_core.errors import CorruptDataError
+from extract_core.planning.plan import read_plan_meta, sound_layout
 from extract_core.store import layout
+from extract_core.store.commits import DamagedRecord, read_commits
 from extract_core.store.encoding import NONE
 from extract_core.store.index import read_index
 from extract_core.store.norms import read_norm
@@ -22,22 +24,29 @@ from extract_core.store.shard import ShardHeader, read_header
 from extract_core.store.versions import latest_version, read_manifest
 
 _CHUNK = 8 * 2**20
+_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it must be: in which object, for which sample, and what was expected instead."""
+    """Something that is not as it must be: in which object, for which sample, and what was expected instead.
+
+    ``samples`` are all that the object holds, where all of them may be affected.
+    """
 
     object: str
     what: str
     expected: str = ""
     found: str = ""
     sample: str | None = None
+    samples: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         sample = f", sample {self.sample}" if self.sample is not None else ""
         values = f": expected {self.expected}, found {self.found}" if self.expected or self.found else ""
-        return f"{self.object}{sample}: {self.what}{values}"
+        more = f" and {len(self.samples) - _NAMED:,} more" if len(self.samples) > _NAMED else ""
+        held = f" (samples in it: {', '.join(self.samples[:_NAMED])}{more})" if self.samples else ""
+        return f"{self.object}{sample}: {self.what}{values}{held}"
 
 
 @dataclass
@@ -62,9 +71,17 @@ class VerifyReport:
         """For ``--json``."""
         return {"ok": self.ok, **asdict(self)}
 
-    def add(self, object: str, what: str, expected: object = "", found: object = "", sample: str | None = None) -> None:
+    def add(
+        self,
+        object: str,
+        what: str,
+        expected: object = "",
+        found: object = "",
+        sample: str | None = None,
+        samples: tuple[str, ...] = (),
+    ) -> None:
         """Note a problem."""
-        self.problems.append(Problem(object, what, str(expected), str(found), sample))
+        self.problems.append(Problem(object, what, str(expected), str(found), sample, samples))
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,7 @@ def verify(root: Root, version: int | None = None, *, on_progress: Progress | No
         return report
     report.version = manifest.version
     _verify_norm(root, manifest, report)
+    _verify_plan(root, manifest, report)
     uses = _read_samples(root, manifest, report)
     total, done = sum(shard.nbytes for shard in manifest.shards), 0
     for shard in manifest.shards:
@@ -133,6 +151,23 @@ def _verify_norm(root: Root, manifest: Manifest, report: VerifyReport) -> None:
         read_norm(root, norm, manifest.hidden_size)
     except CorruptDataError as error:
         report.add(norm.path, str(error))
+
+
+def _verify_plan(root: Root, manifest: Manifest, report: VerifyReport) -> None:
+    """The plan and commit records that the version was made from, as far as they are there."""
+    fingerprint = manifest.fingerprint
+    name = layout.plan_meta_path(fingerprint)
+    try:
+        meta = read_plan_meta(root, fingerprint)
+        if meta is not None:
+            name = layout.plan_path(fingerprint, meta.plan_sha256)
+            sound_layout(root, meta)
+    except CorruptDataError as error:
+        report.add(name, str(error))
+    damaged: list[DamagedRecord] = []
+    read_commits(root, fingerprint, damaged=damaged)
+    for item in damaged:
+        report.add(item.path, str(item.error))
 
 
 def _read_samples(root: Root, manifest: Manifest, report: VerifyReport) -> dict[str, list[_Use]]:
@@ -197,10 +232,11 @@ def _verify_shard(
     advance: Callable[[int], None],
 ) -> None:
     name = shard.path
+    held = tuple(dict.fromkeys(use.sample for use in uses))
     try:
         size = root.size(name)
     except FileNotFoundError:
-        report.add(name, "shard is missing", f"{shard.nbytes} bytes", "nothing")
+        report.add(name, "shard is missing", f"{shard.nbytes} bytes", "nothing", samples=held)
         return
     if size != shard.nbytes:
         report.add(name, "wrong size in bytes", shard.nbytes, size)
@@ -229,7 +265,7 @@ def _verify_shard(
     if header is not None:
         places = _places(header, scan.table, uses, name, report)
     if digest != shard.sha256:
-        report.add(name, "sha256 differs", shard.sha256, digest)
+        report.add(name, "sha256 differs", shard.sha256, digest, samples=held)
     for use in uses:
         rows = f"rows {use.first_row}..{use.first_row + use.rows}"
         checksum = sums.get((use.byte_offset, use.byte_length))

@@ -134,7 +134,7 @@ def test_a_damaged_plan_is_refused(job: Job) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptDataError, match="to plan again"):
+    with pytest.raises(CorruptDataError, match="run the job with --repair: it is planned again"):
         prepare(job.settings)
 
 

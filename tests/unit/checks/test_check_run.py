@@ -4,6 +4,7 @@ import pytest
 from extract_core.checks.run import check_run
 from extract_core.settings import CheckSettings
 from extract_core.store import layout
+from extract_core.store.commits import ShardCommits
 from extract_core.store.records import Accounting, CommitRecord, Excluded, FinalNormRef, SampleRecord, SegmentRecord
 from tests.unit.store.kit import FINGERPRINT, attempt
 
@@ -42,7 +43,7 @@ def run(shards=10, per_shard=20, change=None, seed=0, disagree=0.02):
             options = {"agrees": random.random() >= disagree}
             options.update((change(number, i) if change else None) or {})
             samples.append(record(f"{number}-{i}", sha, random, **options))
-        commits[number] = CommitRecord(
+        made = CommitRecord(
             fingerprint=FINGERPRINT,
             shard=number,
             object=layout.shard_path(sha),
@@ -56,9 +57,14 @@ def run(shards=10, per_shard=20, change=None, seed=0, disagree=0.02):
             excluded=[],
             attempt=attempt(),
         )
+        commits[number] = ShardCommits((made,))
         planned[number] = [sample.sample_id for sample in samples]
     total = shards * per_shard
     return commits, planned, Accounting(input=total, published=total)
+
+
+def changed(shard, **change):
+    return ShardCommits((shard.records[0].model_copy(update=change),))
 
 
 def report(made, **settings):
@@ -99,7 +105,7 @@ def with_norms(norm_of):
     for shard, commit in commits.items():
         norm = norm_of(shard)
         engine = {} if norm is None else {"final_norm": norm.model_dump(mode="json")}
-        made[shard] = commit.model_copy(update={"engine": engine})
+        made[shard] = changed(commit, engine=engine)
     return made, planned, accounting
 
 
@@ -167,7 +173,7 @@ def test_last_layer_not_captured():
     commits, planned, accounting = run(2, 10)
     for number, commit in commits.items():
         samples = [s.model_copy(update={"top1_token": None, "greedy_token": None}) for s in commit.samples]
-        commits[number] = commit.model_copy(update={"samples": samples})
+        commits[number] = changed(commit, samples=samples)
     result = {r.name: r for r in report((commits, planned, accounting)).results}["top1_agreement"]
     assert result.passed
     assert result.value is None
@@ -183,7 +189,7 @@ def test_copied_layer():
             )
             for s in commit.samples
         ]
-        commits[number] = commit.model_copy(update={"samples": samples})
+        commits[number] = changed(commit, samples=samples)
     found = failed((commits, planned, accounting))
     assert found == {"layers_differ": "layers 2 and 15 have the same norms in 100.0% of samples"}
 
@@ -204,10 +210,14 @@ def test_coverage():
         commits[0]
         .samples[0]
         .model_copy(
-            update={"segments": [commits[0].samples[0].segments[0].model_copy(update={"shard": commits[1].sha256})]}
+            update={
+                "segments": [
+                    commits[0].samples[0].segments[0].model_copy(update={"shard": commits[1].records[0].sha256})
+                ]
+            }
         )
     )
-    commits[1] = commits[1].model_copy(update={"samples": [*commits[1].samples, twin]})
+    commits[1] = changed(commits[1], samples=[*commits[1].samples, twin])
     planned[1] = [*planned[1], "0-0"]
     assert "1 samples are in more than one shard: 0-0" in failed((commits, planned, accounting))["coverage"]
 
@@ -215,7 +225,7 @@ def test_coverage():
 def test_accounting():
     commits, planned, _ = run(2, 3)
     excluded = [Excluded(sample_id="x", reason="zero_row"), Excluded(sample_id="y", reason="crash")]
-    commits[0] = commits[0].model_copy(update={"excluded": excluded})
+    commits[0] = changed(commits[0], excluded=excluded)
     planned[0] = [*planned[0], "x", "y"]
     right = Accounting(input=9, published=6, dropped={"empty": 1}, quarantined={"zero_row": 1, "crash": 1})
     assert failed((commits, planned, right)) == {}
@@ -227,7 +237,7 @@ def test_accounting():
 
 def test_other_layers_than_asked():
     commits, planned, accounting = run(2, 3)
-    commits[1] = commits[1].model_copy(update={"layer_ids": [1, 15, 27, 30], "dtype": "float16"})
+    commits[1] = changed(commits[1], layer_ids=[1, 15, 27, 30], dtype="float16")
     detail = failed((commits, planned, accounting))["layers"]
     assert "[1, 15, 27, 30], the job asks for [2, 15, 27, 30]" in detail
     assert "dtypes differ" in detail

@@ -119,10 +119,10 @@ def test_status_names_the_quarantined(made):
     (plan,) = as_json("status", root.url)["plans"]
     assert plan["shards_committed"] == 3 and plan["seconds_left"] in (None, 0)
     assert plan["quarantine"] == [
-        {"shard": 2, "sample_id": "evil", "reason": "kills_engine", "detail": "died twice", "attempts": 2}
+        {"shard": 2, "runs": 1, "sample_id": "evil", "reason": "kills_engine", "detail": "died twice", "attempts": 2}
     ]
     text = call("status", root.url)
-    assert "1 sample quarantined (kills_engine 1)" in text and "evil (shard 2): kills_engine: died twice" in text
+    assert "1 sample quarantined (kills_engine 1)" in text and "evil (shard 2, tried by 1 run): kills_engine" in text
 
 
 def test_status_shows_few_shards_unless_asked(made):
@@ -150,12 +150,12 @@ def test_status_of_damaged_records(made):
     done = CliRunner().invoke(app, ["status", root.url])
     assert done.exit_code == 1
     assert f"{path} does not match its own checksum" in done.stdout
-    assert f"delete {path} and run the job again: only this shard is extracted anew" in done.stdout
+    assert "run the job with --repair: only this shard is extracted anew" in done.stdout
     assert "00001" in done.stdout and "committed" in done.stdout  # the others are shown
     (plan,) = as_json("status", root.url, code=1)["plans"]
     assert [shard["state"] for shard in plan["shards"]][:2] == ["damaged", "committed"]
-    assert plan["shards_damaged"] == 1 and f"delete {path}" in plan["shards"][0]["problem"]
-    with pytest.raises(CorruptDataError, match=f"delete {path} and run the job again"):
+    assert plan["shards_damaged"] == 1 and "run the job with --repair" in plan["shards"][0]["problem"]
+    with pytest.raises(CorruptDataError, match=f"{path} does not match .* run the job with --repair"):
         read_commits(root, FINGERPRINT)
     root.put_bytes(layout.plan_meta_path(FINGERPRINT), b'{"fingerprint": 3}')
     done = CliRunner().invoke(app, ["status", root.url])
@@ -188,10 +188,13 @@ def test_verify_lists_every_problem(made):
     assert (
         f"{manifest.shards[0].path}: sha256 differs" in text and f"{manifest.shards[1].path}: shard is missing" in text
     )
-    assert "What to do: run the job again: missing shards are extracted anew" in text
-    assert f"delete 1 damaged file first: {first}" in text and f"first: {second}" not in text
+    assert (
+        f"What to do: run the job with --repair: it reads everything and makes 1 damaged object anew ({manifest.shards[0].path})"
+        in text
+    )
+    assert "samples in it: s0-1, s0-2" in text
     document = as_json("verify", root.url, code=1)
-    assert not document["ok"] and len(document["problems"]) >= 2 and str(first) in document["remedy"]
+    assert not document["ok"] and len(document["problems"]) >= 2 and manifest.shards[0].path in document["remedy"]
 
 
 def test_verify_says_how_a_norm_comes_back(made):
@@ -200,14 +203,18 @@ def test_verify_says_how_a_norm_comes_back(made):
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     text = call("verify", root.url, code=1)
     assert text.startswith("1 problem in ") and f"{manifest.final_norm.path}: final norm" in text
-    assert "a missing norm together with one shard" in text and f"delete 1 damaged file first: {path}" in text
+    assert (
+        f"run the job with --repair: it reads everything and makes 1 damaged object anew ({manifest.final_norm.path})"
+        in text
+    )
 
 
 def test_verify_counts_one_problem_in_the_singular(made):
     root, manifest, _ = made
     root.local_path(manifest.shards[1].path).unlink()
     text = call("verify", root.url, code=1)
-    assert text.startswith("1 problem in ") and "delete" not in text
+    assert text.startswith("1 problem in ") and "--repair" not in text
+    assert "What to do: run the job again: what is missing is extracted anew" in text
 
 
 # -- inspect ---------------------------------------------------------------------------------------------------------

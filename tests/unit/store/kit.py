@@ -10,7 +10,7 @@ import torch
 
 from extract_core.checks.rows import SampleStats, check_sample_rows
 from extract_core.store import layout
-from extract_core.store.commits import read_commits, write_commit
+from extract_core.store.commits import ShardCommits, read_commits, write_commit
 from extract_core.store.index import INDEX_SCHEMA, write_index
 from extract_core.store.norms import StoredNorm, write_norm
 from extract_core.store.records import (
@@ -137,7 +137,7 @@ def commit_shard(root: Root, number: int, sealed: SealedShard, made: list[Sample
     return write_commit(root, record)
 
 
-def index_table(commits: dict[int, CommitRecord], samples: dict[str, Sample]) -> pa.Table:
+def index_table(commits: dict[int, ShardCommits], samples: dict[str, Sample]) -> pa.Table:
     rows = []
     for number, commit in sorted(commits.items()):
         for at, record in enumerate(commit.samples):
@@ -165,10 +165,12 @@ def index_table(commits: dict[int, CommitRecord], samples: dict[str, Sample]) ->
 
 
 def build_manifest(
-    version: int, who: str, commits: dict[int, CommitRecord], index, norm: FinalNormRef | None = None
+    version: int, who: str, commits: dict[int, ShardCommits], index, norm: FinalNormRef | None = None
 ) -> Manifest:
     shards = [
-        ShardRef(path=c.object or "", sha256=c.sha256 or "", nbytes=c.nbytes, rows=c.rows) for c in commits.values()
+        ShardRef(path=r.object or "", sha256=r.sha256 or "", nbytes=r.nbytes, rows=r.rows)
+        for commit in commits.values()
+        for r in commit.stored
     ]
     samples = [sample for commit in commits.values() for sample in commit.samples]
     return Manifest(

@@ -21,6 +21,7 @@ from tests.unit.store.versions_kit import (
     fingerprint_of,
     killed_gc,
     known,
+    layout_digest,
     publish_commits,
     publish_plan,
 )
@@ -111,7 +112,7 @@ def test_unfinished_and_unpublished_plans_stay(three, tmp_path):
     assert "of no version yet" in "\n".join(report.kept)
     report = collect(three, Policy(grace_s=3600, unpublished=True))
     assert kinds(report) == ["plan", "shard"] and fingerprint_of(5) in report.items[0].path
-    assert three.exists(read_commits(three, fingerprint_of(4))[0].object)
+    assert three.exists(read_commits(three, fingerprint_of(4))[0].records[0].object)
     assert not three.local_path(f"{layout.PLANS}/{fingerprint_of(5)}").exists()
     sound(three)
 
@@ -119,7 +120,7 @@ def test_unfinished_and_unpublished_plans_stay(three, tmp_path):
 def test_a_version_whose_plan_is_extracted_again(three):
     three.delete(layout.commit_path(fingerprint_of(1), 0))  # as the advice for a damaged record says
     report = collect(three, Policy(1, 3600))
-    shard = read_commits(three, fingerprint_of(1))[1].object
+    shard = read_commits(three, fingerprint_of(1))[1].records[0].object
     assert three.exists(shard) and list_versions(three) == [3]
     assert "1 of 2 shards are still" in "\n".join(report.kept)
 
@@ -133,7 +134,7 @@ def test_planning_that_never_finished(three):
     age(three)
     assert {item.path for item in collect(three, HOUR).items} == {f"plans/{fingerprint}", lost}
     assert fingerprint not in three.list(layout.PLANS)
-    assert three.exists(layout.plan_path(fingerprint_of(3), f"{3:064x}"))
+    assert three.exists(layout.plan_path(fingerprint_of(3), layout_digest(3)))
 
 
 def test_leftovers(three):
@@ -299,7 +300,7 @@ def test_a_damaged_plan_stays(three):
     age(three)
     report = collect(three, Policy(1, 3600))
     assert fingerprint_of(1) in three.list(layout.PLANS) and "plan.json cannot be read" in "\n".join(report.kept)
-    assert three.exists(read_commits(three, fingerprint_of(1))[0].object)
+    assert three.exists(read_commits(three, fingerprint_of(1))[0].records[0].object)
 
 
 def test_refusals(root, three, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.reader import HiddenStatesDataset
 from extract_core.store import layout
-from extract_core.store.commits import read_commits, write_commit
+from extract_core.store.commits import ShardCommits, read_commits, write_commit
 from extract_core.store.index import INDEX_SCHEMA, read_index, write_index
 from extract_core.store.root import Root
 from extract_core.store.verify import verify
@@ -91,7 +91,7 @@ def test_two_attempts_at_one_shard(root, tmp_path):
     assert mine.attempt == first
     assert commit_shard(root, 0, again, made, pieces, second).attempt == first
     assert write_commit(root, mine) == mine
-    assert read_commits(root, FINGERPRINT) == {0: mine}
+    assert read_commits(root, FINGERPRINT) == {0: ShardCommits((mine,))}
     assert read_commits(root, "cd" * 32) == {}
 
 
@@ -99,7 +99,7 @@ def test_commit_that_was_renamed_or_damaged(root, tmp_path):
     make_dataset(root, tmp_path)
     folder = Path(root.url) / layout.commits_dir(FINGERPRINT)
     (folder / "00000.json").rename(folder / "00007.json")
-    with pytest.raises(CorruptDataError, match=r"shard 0, expected plan .* shard 7"):
+    with pytest.raises(CorruptDataError, match=r"shard 0 round 0, expected plan .* shard 7"):
         read_commits(root, FINGERPRINT)
     (folder / "00007.json").write_bytes(b"{}")
     with pytest.raises(CorruptDataError, match=r"00007\.json"):
@@ -205,7 +205,7 @@ def test_killed_at_every_step(tmp_path):
         ended = in_child(work)
         assert ended in (0, -signal.SIGKILL)
         for number, commit in read_commits(root, FINGERPRINT).items():
-            assert root.size(commit.object or "") == commit.nbytes, number
+            assert all(root.size(path) == size for path, size in commit.objects.items()), number
         versions = list_versions(root)
         assert versions in ([], [1])
         if versions:

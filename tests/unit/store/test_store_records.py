@@ -203,7 +203,12 @@ def test_layout_names():
     assert layout.quarantine_path(FINGERPRINT, "chat-1.2").endswith("/quarantine/chat-1.2.json")
     assert len(layout.quarantine_path(FINGERPRINT, "a/../b").rpartition("/")[2]) == 64 + 5
     for number in (0, 12, 99999, 100000, 1234567):
-        assert layout.commit_shard(layout.commit_path(FINGERPRINT, number).rpartition("/")[2]) == number
+        for round in (0, 1, 12):
+            name = layout.commit_path(FINGERPRINT, number, round).rpartition("/")[2]
+            assert layout.commit_shard(name) == (number, round)
+    assert layout.commit_path(FINGERPRINT, 12, 1).endswith("/00012.r1.json")
+    for name in ("00012.r0.json", "00012.r01.json", "00012.r.json", "12.json", "00012.json.bak"):
+        assert layout.commit_shard(name) is None
     for number in (1, 999999, 1000000):
         assert layout.manifest_version(layout.manifest_path(number).rpartition("/")[2]) == number
     for name in ("latest.json", "1.json", "000001.json.bak", "000000.json", ".tmp-000001.json"):

@@ -1,5 +1,6 @@
 """Roots with several versions, made of little objects: for the tests of versions, tags and gc."""
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -22,6 +23,14 @@ def fingerprint_of(plan: int) -> str:
     return f"{plan:032x}"
 
 
+def _layout(plan: int) -> bytes:
+    return f"layout {plan}".encode()
+
+
+def layout_digest(plan: int) -> str:
+    return hashlib.sha256(_layout(plan)).hexdigest()
+
+
 def age(root: Root, seconds: float = 7200.0) -> None:
     """Make everything below a local root this old."""
     then = time.time() - seconds
@@ -37,7 +46,7 @@ def add_plan(root: Root, plan: int, shards: int) -> None:
     meta = PlanMeta(
         fingerprint=fingerprint,
         spec={"plan": plan},
-        plan_sha256=f"{plan:064x}",
+        plan_sha256=layout_digest(plan),
         row_bytes=len(LAYERS) * HIDDEN * 2,
         shards=[PlannedShard(index=n, rows=10, samples=2) for n in range(shards)],
         input=9,
@@ -53,7 +62,7 @@ def add_plan(root: Root, plan: int, shards: int) -> None:
         longest=12,
     )
     root.put_bytes(layout.dropped_path(fingerprint), b"{}\n")
-    root.put_bytes(layout.plan_path(fingerprint, meta.plan_sha256), b"layout")
+    root.put_bytes(layout.plan_path(fingerprint, meta.plan_sha256), _layout(plan))
     root.put_bytes(layout.plan_meta_path(fingerprint), meta.model_dump_json().encode())
     root.put_bytes(layout.quarantine_path(fingerprint, "evil"), b"{}\n")
 
