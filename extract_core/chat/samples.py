@@ -21,7 +21,7 @@ from extract_core.chat.types import (
     Tokenized,
     sample_id_of,
 )
-from extract_core.errors import InputDataError
+from extract_core.errors import InputDataError, TemplateOverrunError
 from extract_core.settings import ChatSettings, DataSettings
 
 
@@ -52,7 +52,8 @@ def read_samples(
 
     Raises:
         InputDataError: the input as a whole cannot be used: nothing there, unreadable, or no row at all.
-        TemplateError: the tokenizer has no chat template and a row needs one, or the template failed on every row.
+        TemplateError: the tokenizer has no chat template and a row needs one, or the template failed on every row, or
+            (``TemplateOverrunError``) does not end on one.
     """
     files = input_files(data) if files is None else files
     tally = Tally()
@@ -131,6 +132,8 @@ def _masked(
             )
     except RowProblem as problem:
         return _dropped(source, problem)
+    except TemplateOverrunError as error:
+        raise TemplateOverrunError(f"{source}: {error}") from error
     return _sample(masked.token_ids, masked.loss_mask, source, data.split, masked.method, max_length)
 
 

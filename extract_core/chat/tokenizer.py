@@ -21,6 +21,7 @@ import numpy as np
 
 from extract_core.chat.conversation import REASONING_FIELDS, RESERVED_KWARGS, refuse_surrogates
 from extract_core.chat.jsontext import parse_json
+from extract_core.chat.sandbox import guard_transformers, limited
 from extract_core.chat.types import Conversation, DropReason, RowProblem
 from extract_core.errors import ModelError, TemplateError
 from extract_core.settings import ChatSettings, ModelSettings
@@ -81,6 +82,7 @@ class ChatTokenizer:
         Raises:
             TemplateError: there is no template, its syntax is wrong, or ``chat.mask`` needs what it does not have.
         """
+        guard_transformers()
         chat = chat or ChatSettings()
         self.hf, self.name, self.notes = hf, name, Counter[str]()
         self._template: str | dict[str, str] | None = (
@@ -153,12 +155,15 @@ class ChatTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, spans = render_jinja_template(
-                conversations=[conversation.messages],
-                tools=conversation.tools,
-                chat_template=self.template(conversation.tools),
-                return_assistant_tokens_mask=True,
-                **{**self.hf.special_tokens_map, **self._variables(conversation.template_kwargs)},
+            template = self.template(conversation.tools)
+            texts, spans = limited(
+                lambda: render_jinja_template(
+                    conversations=[conversation.messages],
+                    tools=conversation.tools,
+                    chat_template=template,
+                    return_assistant_tokens_mask=True,
+                    **{**self.hf.special_tokens_map, **self._variables(conversation.template_kwargs)},
+                )
             )
         except TemplateError:
             raise
@@ -212,13 +217,16 @@ class ChatTokenizer:
             RowProblem: ``template_failed``.
         """
         try:
-            ids = self.hf.apply_chat_template(
-                conversation.messages,
-                tools=conversation.tools,
-                chat_template=self.template(conversation.tools),
-                tokenize=True,
-                return_dict=True,
-                **self._variables(conversation.template_kwargs),
+            template = self.template(conversation.tools)
+            ids = limited(
+                lambda: self.hf.apply_chat_template(
+                    conversation.messages,
+                    tools=conversation.tools,
+                    chat_template=template,
+                    tokenize=True,
+                    return_dict=True,
+                    **self._variables(conversation.template_kwargs),
+                )
             )["input_ids"]
         except TemplateError:
             raise
@@ -271,14 +279,18 @@ class ChatTokenizer:
     ) -> str:
         template = self.template(tools)
         try:
-            text: str = self.hf.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **self._variables(kwargs),
+            text: str = limited(
+                lambda: self.hf.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=template,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
+                    **self._variables(kwargs),
+                )
             )
+        except TemplateError:
+            raise
         except Exception as error:
             raise _render_problem(error) from error
         return text

@@ -1,0 +1,1 @@
+"""Hostile input: what a stranger's data, models and datasets may hold."""
