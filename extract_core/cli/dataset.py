@@ -608,6 +608,8 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
             f"{'ok ' if result.get('passed') else 'NO '} {name}"
             + (f": {result['detail']}" if result.get("detail") else ""),
         )
+    for n, text in enumerate(_made(manifest)):
+        line("made" if n == 0 else "", text)
     line("plan", manifest.fingerprint)
     fields(console, lines)
     row = document["sample"]
@@ -639,6 +641,40 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
     console.print(_preview(runs, coloured=console.is_terminal and not console.no_color))
     if not decoded:
         console.print(Text("(token ids: the model's tokenizer is not here)", style="dim"))
+
+
+def _made(manifest: Manifest) -> list[str]:
+    """Where, by which code and in how long; versions of before this was kept say less."""
+    p = manifest.provenance
+    gpus = [str(name) for name in p.get("gpus") or []]
+    machine = ", ".join(
+        str(part)
+        for part in (
+            p.get("os"),
+            p.get("cpu"),
+            *(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)),
+            f"driver {p['gpu_driver']}" if p.get("gpu_driver") else None,
+        )
+        if part
+    )
+    lines = [f"on {p.get('host')}" + (f" ({machine})" if machine else "")] if p.get("host") else []
+    git, packages = p.get("git"), p.get("packages") or {}
+    if packages or git:
+        code = f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}" if git else "no checkout"
+        lines.append(
+            f"Coresample {code}; Python {p.get('python')}, "
+            + ", ".join(f"{name} {packages[name]}" for name in ("vllm", "torch", "transformers") if name in packages)
+        )
+        locks = f", locks {p['lock_sha256'][:12]}" if p.get("lock_sha256") else ""
+        lines.append(f"environment {str(p.get('environment_sha256'))[:12]}{locks}")
+    if stages := p.get("stages"):
+        starts = [f"{item['seconds']:.0f} s" for item in p.get("engine_starts") or []]
+        took = ", ".join(f"{name.removesuffix('_s')} {seconds:.0f} s" for name, seconds in stages.items())
+        lines.append(f"{took}; engine starts: {', '.join(starts) or 'none'}")
+    if shards := p.get("shards"):
+        took = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {value:.0f} s" for name, value in shards.items())
+        lines.append(f"all shards: {took}" + (f"; {p['rounds']} retry rounds" if p.get("rounds") else ""))
+    return lines
 
 
 def _norm_in_words(manifest: Manifest) -> str:

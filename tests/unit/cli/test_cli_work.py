@@ -1,5 +1,6 @@
 """plan and run: what they print, with the run itself replaced."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -117,7 +118,8 @@ def result(tmp_path):
 
 
 def test_run_without_prefect(place, result, monkeypatch):
-    def fake(job):
+    def fake(job, *, repair):
+        assert not repair
         print("chatter of a library on standard output")
         reporter().note("a note")
         return result
@@ -143,9 +145,25 @@ def test_run_without_prefect(place, result, monkeypatch):
 
 def test_run_calls_the_flow(place, result, monkeypatch):
     seen = []
-    monkeypatch.setattr(work, "prefect_runner", lambda verbose: lambda job: seen.append(job) or result)
+
+    def runner(job, *, repair):
+        seen.append((job, repair))
+        return result
+
+    monkeypatch.setattr(work, "prefect_runner", lambda verbose: runner)
     call("run", place / "job.yaml", "--set", "chat.max_length=64", "-q")
-    assert seen[0].chat.max_length == 64
+    call("run", place / "job.yaml", "--repair", "-q")
+    assert seen[0][0].chat.max_length == 64
+    assert [repair for _, repair in seen] == [False, True]
+
+
+def test_run_that_extracted_again_says_what_stays(place, result, monkeypatch):
+    again = dataclasses.replace(result, new=False, shards=2)
+    monkeypatch.setattr(local, "run", lambda job, *, repair: again)
+    text = call("run", place / "job.yaml", "--no-prefect", "-q").stdout
+    assert "Nothing new: 2 shard files extracted again in 12 s; version 1 of" in text
+    document = json.loads(call("run", place / "job.yaml", "--no-prefect", "--json").stdout)
+    assert document["shards_extracted"] == 2 and document["new"] is False
 
 
 def test_runner_without_prefect(monkeypatch):
