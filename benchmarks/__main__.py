@@ -1,4 +1,4 @@
-"""``python -m benchmarks [throughput] [memory]``: prints figures and writes raw JSON under benchmarks/results/."""
+"""``python -m benchmarks [throughput] [memory] [store]``: prints figures and writes raw JSON under benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import memory, throughput
+from benchmarks import memory, store, throughput
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -19,8 +19,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=["throughput", "memory"])
     parser.add_argument("--job", default="examples/demo/job.yaml")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of rounds of the throughput benchmark")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of rounds of throughput and store")
     parser.add_argument("--rows", type=int, default=16, help="conversations of the throughput benchmark")
+    parser.add_argument("--dataset", default=".cache/coresample-demo/dataset", help="of make demo, for store")
+    parser.add_argument("--parts", default="local,spool,encoding,upload", help="of the store benchmark")
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     for name in options.names:
@@ -30,10 +32,14 @@ def main() -> None:
                 result = throughput.run(options.job, root, options.rounds, {"data.limit": options.rows})
             elif name == "memory":
                 result = memory.run(options.job, root, [])
+            elif name == "store":
+                result = store.run(Path(options.dataset), root, options.rounds, options.parts.split(","))
             else:
-                parser.error(f"unknown benchmark {name!r}; there are throughput and memory")
+                parser.error(f"unknown benchmark {name!r}; there are throughput, memory and store")
         result |= {"date": time.strftime("%Y-%m-%d"), "cpu": platform.processor() or platform.machine()}
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        if name == "store":
+            continue  # it has told its parts
         print(json.dumps({k: v for k, v in result.items() if k not in ("pairs", "engine")}, indent=1))
 
 
