@@ -81,7 +81,7 @@ def capture_shard(
     return pipeline.capture_shard(job, engine, folder, todo, progress.tokens)
 
 
-@task(name="commit-shard", task_run_name="commit-shard-{captured.shard:05d}", **_OPTIONS)
+@task(name="commit-shard", task_run_name="commit-shard-{captured.name}", **_OPTIONS)
 def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     """Check every row of a captured shard, store it, commit it."""
     return pipeline.commit_shard(job, captured)

@@ -49,6 +49,11 @@ class Captured:
     task: ShardTask | None = None
     """What was asked for; None: the whole planned shard."""
 
+    @property
+    def name(self) -> str:
+        """For people: ``00012``, ``00012.r1``."""
+        return self.task.name if self.task is not None else f"{self.shard:05d}"
+
 
 def make_supervisor(job: Job, folder: RunFolder) -> EngineSupervisor:
     """The engine of a job; it starts at the first shard.

@@ -72,7 +72,7 @@ def test_a_run_reads_well_and_survives_its_engine(tiny_model, tmp_path, monkeypa
     shards = len(result.manifest.shards)
     assert shards > 2
     names = [f"{step}-shard-{n:05d}" for step in ("capture", "commit") for n in range(shards)]
-    assert set(seen) == {"plan", "preflight", "validate", "publish", *names}
+    assert set(seen) == {"plan", "look", "preflight", "validate", "publish", *names}
     assert {state for state, _ in seen.values()} == {"Completed"}
     assert {count for _, count in seen.values()} == {1}, "the engine is replaced inside its shard"
     kinds = {kind for kind, _ in artifacts()}

@@ -17,8 +17,10 @@ from typing import Any
 from extract_core.engine.worker import CPUCaptureWorker
 
 DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY, DIE_ONCE, EARLY = range(500, 510)
-STOP, CRASH, EXIT, HOARD = range(490, 494)
+STOP, CRASH, EXIT, HOARD, DIE_WHILE_ILL, NAN_WHILE_ILL = range(490, 496)
 """First tokens beyond the tiny tokenizer's 258, within its model's vocabulary of 512."""
+ILL = "SABOTEUR_ILL"
+"""Variable without which ``DIE_WHILE_ILL`` and ``NAN_WHILE_ILL`` do nothing: what fails in one run passes in another."""
 REFUSE_TO_LOAD = "SABOTEUR_REFUSES"
 """Variable that makes the workers fail while they load."""
 
@@ -35,7 +37,7 @@ class Saboteur(CPUCaptureWorker):
         """Fail before or after the real forward."""
         for new in scheduler_output.scheduled_new_reqs:
             token = new.prompt_token_ids[0]
-            if token == DIE:
+            if token == DIE or (token == DIE_WHILE_ILL and os.environ.get(ILL)):
                 os.kill(os.getpid(), signal.SIGKILL)
             if token == DIE_ONCE:
                 mark = Path(os.environ["SABOTEUR_MARK"])
@@ -73,7 +75,7 @@ class Saboteur(CPUCaptureWorker):
         token = new.prompt_token_ids[0]
         if token == ZERO:
             state.aux_hidden_states[1][rows] = 0
-        if token == NAN:
+        if token == NAN or (token == NAN_WHILE_ILL and os.environ.get(ILL)):
             state.aux_hidden_states[-1][start + count - 1, 3] = float("nan")
         if token == COPY:
             state.aux_hidden_states[0][rows] = state.aux_hidden_states[0][start]
