@@ -1,4 +1,4 @@
-"""``python -m benchmarks [throughput] [memory] [store]``: prints figures and writes raw JSON under benchmarks/results/."""
+"""``python -m benchmarks [throughput] [memory] [store]``: prints figures, writes raw JSON to benchmarks/results/."""
 
 from __future__ import annotations
 

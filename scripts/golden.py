@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # at the end: an older checkout may come first
 
@@ -73,25 +74,48 @@ def make(folder: Path, encoding: str = "none") -> None:
     shutil.copytree(PLACE / "dataset", folder / "dataset", ignore=shutil.ignore_patterns(".*"))
     for file in (job, chats):
         shutil.copy(file, folder)
-    if encoding == "none":
-        _keep_rows(folder)
+    _keep_rows(folder)
 
 
 def _keep_rows(folder: Path) -> None:
     """``rows.npy`` [samples * POSITIONS, L, H] float32: first rows of each sample, in the order of ``rows.json``."""
     import numpy as np
     import pyarrow.parquet as pq
-    from safetensors.torch import load_file
 
     index = pq.read_table(next((folder / "dataset" / "indexes").glob("*.parquet")))
     rows, names = [], []
     for sample, segments in zip(index["sample_id"].to_pylist(), index["segments"].to_pylist(), strict=True):
-        states = load_file(folder / "dataset" / "shards" / f"{segments[0]['shard']}.safetensors")["hidden_states"]
-        first = segments[0]["first_row"]
-        rows.append(states[first : first + POSITIONS].float().numpy())
+        states = _read(folder / "dataset" / "shards" / f"{segments[0]['shard']}.safetensors", segments[0])
+        rows.append(states[:POSITIONS].float().numpy())
         names.append(sample)
     np.save(folder / "rows.npy", np.concatenate(rows))
     (folder / "rows.json").write_text(json.dumps({"positions": POSITIONS, "samples": names}, indent=1) + "\n")
+
+
+def _read(path: Path, segment: dict[str, Any]) -> Any:
+    """Rows of a segment, bfloat16 [N, L, H], without Coresample: as docs/format.md says."""
+    import numpy as np
+    import torch
+    import zstandard
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as shard:
+        meta, names = shard.metadata(), set(shard.keys())
+        if "hidden_states" in names:
+            return shard.get_tensor("hidden_states")[segment["first_row"] :][: segment["rows"]]
+    layers, hidden = json.loads(meta["shape"])[1:]
+    frame = path.read_bytes()[segment["byte_offset"] :][: segment["byte_length"]]
+    rows, step, at = np.empty((segment["rows"], layers, hidden), np.uint16), max(1, 2**19 // hidden), 0
+    for first in range(0, len(rows), step):
+        for layer in range(layers):
+            part = rows[first : first + step, layer]
+            size = int.from_bytes(frame[at : at + 4], "little")
+            high = zstandard.decompress(frame[at + 4 : at + 4 + size])
+            at += 4 + size
+            part[:] = np.frombuffer(high, np.uint8).reshape(part.shape).astype(np.uint16) << 8
+            part |= np.frombuffer(frame, np.uint8, part.size, at).reshape(part.shape)
+            at += part.size
+    return torch.from_numpy(rows).view(torch.bfloat16)
 
 
 def main() -> None:

@@ -89,7 +89,9 @@ def test_commands_show_it(folder: Path) -> None:
 def test_diff_between_schema_versions(folder: Path, other: Path) -> None:
     document = as_json("diff", f"{folder / 'dataset'}@1", f"{other / 'dataset'}@1")
     counts = {name: group["count"] for name, group in document["samples"].items()}
-    assert document["unchanged"] == 4 and not any(counts.values()), counts
+    assert not any(counts.values()), counts
+    alike = folder.name.partition("-bf16")[1] == other.name.partition("-bf16")[1]  # encoded rows have other checksums
+    assert (document["unchanged"], document["not_compared"]) == ((4, 0) if alike else (0, 4))
 
 
 @golden
