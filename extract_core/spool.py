@@ -1,25 +1,33 @@
 """The local folder where shards are written before they are stored: one subfolder per run, held by a file lock.
 
 Whether a run is alive is asked of the lock, not of a process id: ids mean nothing in another container, and the lock
-ends with its process whatever ends it.
+ends with its process whatever ends it. The lock is ``flock``; a file system that has none (some network and FUSE file
+systems) gets an open file description lock of ``fcntl``, which behaves alike. NFS serves both between machines.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import struct
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from extract_core.errors import RootError
+
 RUN_PREFIX = "run-"
 LOG_DAYS = 7
 """Engine logs of failed runs are kept this long."""
 
 _LOCK = "lock"
+_NO_SUCH_LOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""``struct flock`` of Linux on 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,10 @@ class RunFolder:
 
     Args:
         spool: the folder of all runs; made if absent.
+
+    Raises:
+        RootError: the spool's file system has no locks; says what to set.
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, spool: Path):
@@ -57,7 +69,15 @@ class RunFolder:
             self.path = spool / f"{RUN_PREFIX}{uuid.uuid4().hex}"
             self.path.mkdir(parents=True)
             self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            try:
+                _lock(self._lock, wait=True)
+            except OSError as error:
+                os.close(self._lock)
+                shutil.rmtree(self.path, ignore_errors=True)
+                raise RootError(
+                    f"spool {spool}: its file system has no file locks ({error.strerror}), which tell living runs from "
+                    "dead ones; set store.spool to a folder on a local disk"
+                ) from error
             if (self.path / _LOCK).exists():
                 return
             os.close(self._lock)  # another run's clean() came between making and locking
@@ -103,13 +123,29 @@ def ended_runs(spool: Path) -> Iterator[Path]:
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock, wait=False)
         except OSError:
             continue
         else:
             yield folder
         finally:
             os.close(lock)
+
+
+def _lock(fd: int, *, wait: bool) -> None:
+    """Lock a file until it is closed or its process ends.
+
+    Never ``fcntl.lockf``: such a lock is the process's, so that looking at it from the same process would end it.
+
+    Raises:
+        OSError: somebody else holds it (only without ``wait``), or the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_SUCH_LOCK:
+            raise
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, _WHOLE_FILE)
 
 
 def _sweep(folder: Path) -> None:
