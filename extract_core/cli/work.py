@@ -61,6 +61,7 @@ def plan(
     with pure_stdout(as_json), shown(quiet=quiet, as_json=as_json) as progress:
         check_places(settings)
         from extract_core.job import prepare
+        from extract_core.pipeline.todo import outstanding
         from extract_core.planning.estimate import estimate
         from extract_core.store.commits import read_commits
 
@@ -68,7 +69,8 @@ def plan(
         meta = job.plan.meta
         progress.stage("Estimating")
         done = read_commits(job.root, meta.fingerprint)
-        open_tokens = sum(shard.rows for shard in meta.shards if shard.index not in done)
+        todo = outstanding(job)
+        open_tokens = sum(task.rows for task in todo.tasks)
         time_needed = estimate(
             job.root,
             meta.spec,
@@ -77,9 +79,9 @@ def plan(
             hidden_size=job.model.hidden_size,
             gpus=settings.engine.tensor_parallel_size,
         )
-        published = job.published()
         memory = job.memory_plan()
-    document = _plan_document(job, len(done), time_needed, published.version if published else None)
+    document = _plan_document(job, len(done), time_needed, todo.existing.version if todo.existing else None)
+    document["to_retry"] = sum(len(task.earlier) for task in todo.tasks)
     document["memory"] = memory.to_dict()
     if as_json:
         emit(document)
@@ -195,7 +197,9 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate, memory
     for label, count, bar in histogram(meta.length_histogram):
         console.print(Text(f"  {label:>17}  ") + Text(f"{bar:<{_BAR}}", style="cyan") + Text(f" {count:,}"))
     console.print()
-    if document["published_version"] is not None:
+    if document["to_retry"]:
+        console.print(Text(f"A run tries {counted(document['to_retry'], 'quarantined sample')} again"))
+    if document["published_version"] is not None and not time_needed.tokens:
         console.print(Text(f"Published already as version {document['published_version']}: a run has nothing to do."))
         return
     console.print(

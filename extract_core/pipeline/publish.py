@@ -37,6 +37,8 @@ from extract_core.store.versions import latest_version, read_manifest
 from extract_core.store.versions import publish as publish_version
 
 _TRIES = 10
+_REPLACING_S = 1.0
+"""A missing record is looked for again after so long: another run may be replacing that of a lost shard."""
 
 
 def account(job: Job, commits: Mapping[int, ShardCommits]) -> Accounting:
@@ -59,9 +61,13 @@ def validate(job: Job) -> CheckReport:
         CheckFailedError: a check failed; nothing is published.
         IncompleteError: too many rows malformed or quarantined; nothing is published (exit 3).
     """
-    commits = read_commits(job.root, job.plan.fingerprint)
     planned = job.plan.sample_ids()
-    missing = sorted(shard for shard in planned if shard not in commits or not commits[shard].complete)
+    for delay in (_REPLACING_S, 0.0):
+        commits = read_commits(job.root, job.plan.fingerprint)
+        missing = sorted(shard for shard in planned if shard not in commits or not commits[shard].complete)
+        if not missing:
+            break
+        time.sleep(delay)
     if missing:
         raise CheckFailedError(
             f"{len(missing)} of {len(planned)} shards have no commit record (first {missing[0]}); run the job again, "

@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
-from extract_core.errors import AlreadyExistsError, CorruptDataError
+from extract_core.errors import AlreadyExistsError, CorruptDataError, StoreUnavailableError
 from extract_core.store import layout
 from extract_core.store.records import CommitRecord, Excluded, FinalNormRef, SampleRecord
-from extract_core.store.root import Root
+from extract_core.store.root import MAX_RECORD_BYTES, Root
 
 _REMOTE_READERS = 8
-_REPLACE_TRIES = 3
+_REPLACE_TRIES = 4
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ def write_commit(root: Root, record: CommitRecord, *, replaces: Collection[str] 
 
     Raises:
         CorruptDataError: the record that is there cannot be read.
+        StoreUnavailableError: other runs replace it at the same time.
         StoreError: the record could not be written.
     """
     rel = layout.commit_path(record.fingerprint, record.shard, record.round)
@@ -153,7 +154,7 @@ def write_commit(root: Root, record: CommitRecord, *, replaces: Collection[str] 
             if standing.attempt not in replaces or standing.object == record.object:
                 return standing
         root.delete(rel)
-    return _load(root, rel, root.read_bytes(rel), record.fingerprint, record.shard, record.round)
+    raise StoreUnavailableError(f"{root.describe(rel)} is replaced by other runs at the same time; try again later")
 
 
 def read_commits(
@@ -175,7 +176,7 @@ def read_commits(
     def read(key: tuple[int, int]) -> CommitRecord | DamagedRecord | None:
         rel = layout.commit_path(fingerprint, *key)
         try:
-            data = root.read_bytes(rel)
+            data = root.read_bytes(rel, most=MAX_RECORD_BYTES)
         except FileNotFoundError:
             return None  # being replaced right now
         try:

@@ -288,3 +288,32 @@ def test_killed_at_every_step_of_a_replacement(settings: JobSettings, job: Job, 
             break
         step += 3
     assert step > 10
+
+
+def test_runs_that_replace_one_record_at_once(settings: JobSettings, job: Job) -> None:
+    """Three processes, each with other bits: one record stands, the latest version is sound, gc finds the rest."""
+    run(settings)
+    job.root.delete(file_of(job, 0))
+    job.root.delete(file_of(job, 1))
+    children = []
+    for salt in (1, 2, 3):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                run(settings, salt=salt)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert ended == [0, 0, 0]
+    result, _, _ = run(settings)
+    assert problems(job.root) == [] and result.manifest.version >= 2
+    for version in list_versions(job.root)[1:]:
+        assert problems(job.root, version) == []
+    age(job.root)
+    collect(job.root, Policy(1, 3600))
+    assert problems(job.root) == [] and survey(job.root, Policy(1, 0)).items == []
+    used = {path for path in read_manifest(job.root).objects if path.startswith("shards/")}
+    assert {f"{layout.SHARDS}/{name}" for name in job.root.list(layout.SHARDS)} == used

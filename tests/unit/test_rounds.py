@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from extract_core import local, pipeline
+from extract_core.cli import app
 from extract_core.errors import IncompleteError
 from extract_core.job import Job, prepare
 from extract_core.reader import HiddenStatesDataset
@@ -199,3 +201,23 @@ def test_two_runs_at_one_retry(settings: JobSettings, job: Job) -> None:
     assert len(known.samples) == len(ids(job, 0)) and known.excluded == [] and len(known.stored) == 2
     assert pipeline.publish(job, pipeline.validate(job)).accounting.published == 10
     sound(job)
+
+
+def test_plan_and_status_tell_what_a_run_would_try(settings: JobSettings, job: Job, tmp_path: Path) -> None:
+    bad = ids(job, 0)[0]
+    run(settings, spoil={bad})
+
+    def printed(*words: str) -> str:
+        done = CliRunner().invoke(app, list(words))
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    plan = ["plan", str(tmp_path / "job.yaml")]
+    document = json.loads(printed(*plan, "--json"))
+    assert document["to_retry"] == 1 and document["published_version"] == 1
+    assert "A run tries 1 quarantined sample again" in printed(*plan)
+    run(settings, spoil={bad})
+    assert f"{bad} (shard 0, tried by 2 runs): not_finite" in printed("status", job.root.url)
+    once = [*plan, "--set", "quarantine_runs=1"]
+    assert json.loads(printed(*once, "--json"))["to_retry"] == 0
+    assert "Published already as version 1: a run has nothing to do" in printed(*once)
