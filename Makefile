@@ -76,7 +76,7 @@ compat: env
 # Counts go to benchmarks/results/faults.json, and from there to docs/reliability.md; the short form keeps its own.
 faults: env
 	@FAULTS=$(FAULTS) FAULTS_RESUME=$(RESUME) $(BIN)/python -m pytest -q \
-	  $(if $(FAMILY),$(foreach family,$(FAMILY),$(wildcard tests/faults/test_$(family).py tests/faults/$(family))),tests/faults) $(PYTEST_ARGS)
+	  $(if $(FAMILY),$(foreach name,$(FAMILY),$(or $(wildcard tests/faults/test_$(name).py tests/faults/$(name)),tests/faults/$(name))),tests/faults) $(PYTEST_ARGS)
 	@if [ "$(FAULTS)" = full ]; then $(BIN)/python scripts/reliability.py; fi
 
 soak: env

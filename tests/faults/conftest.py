@@ -20,21 +20,25 @@ _REPORT = pytest.StashKey[pytest.TestReport]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a wish to resume, a run starts its families afresh; with it, what passed is left out."""
+    """A run forgets what it will do again; one that resumes leaves out what passed."""
     if config.option.collectonly:
         return
-    ours = [item for item in items if Path(__file__).parent in item.path.parents]
-    families = {getattr(item.module, "FAMILY", None) for item in ours if isinstance(item, pytest.Function)}
+    suite = {item.nodeid: _key(item) for item in items if Path(__file__).parent in item.path.parents}
     if os.environ.get("FAULTS_RESUME"):
-        done = {(line["family"], line["case"]) for line in record.lines() if not line["failed"]}
-        kept = [i for i in items if (getattr(getattr(i, "module", None), "FAMILY", None), i.name) not in done]
+        done = {(line.get("module"), line["case"]) for line in record.lines() if not line["failed"]}
+        kept = [item for item in items if suite.get(item.nodeid) not in done]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
     elif record.journal().exists():
-        stay = [line for line in record.lines() if line["family"] not in families]
+        again = set(suite.values())
+        stay = [line for line in record.lines() if (line.get("module"), line["case"]) not in again]
         record.journal().unlink()
         for line in stay:
             record.add(**line)
+
+
+def _key(item: pytest.Item) -> tuple[str, str]:
+    return item.path.stem, item.name
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -54,6 +58,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[kit.Case]:
     """The case of this test; what it counts is recorded whether it passes or not."""
     module = request.module
     found = kit.Case(module.FAMILY, request.node.name, tmp_path, what=getattr(module, "WHAT", ""))
+    found.module = request.node.path.stem
     started = time.monotonic()
     try:
         yield found

@@ -19,12 +19,12 @@ import psutil
 
 from extract_core.reader import HiddenStatesDataset
 from extract_core.store import layout
-from extract_core.store.commits import read_commits
+from extract_core.store.commits import all_records, read_commits
 from extract_core.store.gc import Policy, collect, survey
 from extract_core.store.root import Root
 from extract_core.store.verify import verify
 from extract_core.store.versions import list_versions, read_manifest
-from tests.faults import record
+from tests.faults import record, storejob
 
 MARKER = "FAULTS_CASE"
 """Environment variable by which the processes of a case are found, wherever they are."""
@@ -65,6 +65,7 @@ class Case:
     name: str
     folder: Path
     what: str = ""
+    module: str = ""
     injected: int = 0
     completed: int = 0
     refused: int = 0
@@ -78,7 +79,18 @@ class Case:
 
     def record(self, *, passed: bool, seconds: float) -> None:
         """One line in the journal."""
-        names = ("injected", "completed", "refused", "versions", "unreferenced", "orphans", "notes", "what", "detail")
+        names = (
+            "injected",
+            "completed",
+            "refused",
+            "versions",
+            "unreferenced",
+            "orphans",
+            "notes",
+            "what",
+            "module",
+            "detail",
+        )
         counts = {name: getattr(self, name) for name in names}
         record.add(self.family, case=self.name, failed=int(not passed), seconds=seconds, **counts)
 
@@ -114,6 +126,11 @@ class Case:
     def run(self, *words: str, timeout_s: float = 240, **environment: str) -> Outcome:
         """A command to its end."""
         return self.finish(self.start(*words, **environment), timeout_s)
+
+    def job(self, path: Path, root: str | Path, **options: Any) -> Outcome:
+        """A job with random rows in this process: its exit code and what a user would be told."""
+        manifest, message = storejob.attempt(path, str(root), **options)
+        return self.clear(Outcome(0 if manifest else 1, f"error: {message}"))
 
     def _temp(self) -> Path:
         path = self.folder / "tmp"
@@ -223,6 +240,21 @@ class Case:
             assert report.ok, f"gc damaged version {version}: {[str(problem) for problem in report.problems[:5]]}"
 
 
+def wait_stopped(process: subprocess.Popen[bytes], timeout_s: float = 120) -> None:
+    """Wait until a process has stopped itself (SIGSTOP)."""
+    deadline = time.monotonic() + timeout_s
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        assert process.poll() is None, f"it ended with status {process.returncode} before it stopped"
+        assert time.monotonic() < deadline, f"it did not stop within {timeout_s:.0f} s"
+        time.sleep(0.02)
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """The last line that is a JSON object."""
+    found: dict[str, Any] = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith("{")))
+    return found
+
+
 def _known_stray(path: str) -> bool:
     return path.startswith((f"{layout.PROBES}/", ".spool/", f"{layout.PLANS}/")) or "/.tmp-" in f"/{path}"
 
@@ -239,15 +271,14 @@ def unreferenced(root: Root) -> set[str]:
         texts.append(read_manifest(root, version).dump().decode())
     for name in root.list(layout.PLANS):
         folder = f"{layout.PLANS}/{name}"
-        for shard, commit in read_commits(root, name).items():
-            keep.add(layout.commit_path(name, shard))
+        for commit in all_records(read_commits(root, name)):
+            keep.add(layout.commit_path(name, commit.shard, commit.round))
             texts.append(commit.dump().decode())
         with contextlib.suppress(FileNotFoundError):
             meta = json.loads(root.read_bytes(layout.plan_meta_path(name)))
             keep |= {layout.plan_meta_path(name), layout.dropped_path(name)}
             keep.add(layout.plan_path(name, meta["plan_sha256"]))
         keep |= {f"{folder}/quarantine/{item}" for item in root.list(f"{folder}/quarantine")}
-        keep |= {f"{folder}/rounds/{item}" for item in root.list(f"{folder}/rounds")}
     digests = set(re.findall(r"[0-9a-f]{64}", " ".join(texts)))
     return {
         entry.path

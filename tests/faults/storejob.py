@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
-from extract_core import local, pipeline, spool
+from extract_core import local, pipeline
 from extract_core.cli.common import understood
 from extract_core.engine.protocol import FinalNorm, Progress, ShardDone, ShardJob
-from extract_core.job import Job, prepare
+from extract_core.job import Job
 from extract_core.settings import load_job
 from extract_core.store.records import Manifest
 from extract_core.store.writer import ShardWriter
@@ -50,6 +52,13 @@ class RandomRows:
         self.kills: Counter[str] = Counter()
         self.blamed = 0
         self.shards = 0
+        self.start_seconds: list[float] = []
+
+    def __enter__(self) -> RandomRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to end."""
 
     def suspects(self) -> list[str]:
         """No engine died."""
@@ -87,29 +96,21 @@ class RandomRows:
         return ShardDone(request.attempt, tokens, dict(tokens), {}, {"engine_s": 0.1})
 
 
-def run(path: Path, root: str, **options: Any) -> Manifest:
-    """The steps of ``local.run`` with random rows.
+def run(path: Path, root: str, *, repair: bool = False, **options: Any) -> Manifest:
+    """``local.run`` itself, with random rows where its engine would be and short pauses between its tries.
 
     Args:
         path: the job file.
         root: the dataset root.
+        repair: as ``coresample run --repair``.
         options: for ``RandomRows``.
     """
     settings = load_job(path, {"root": root})
-    retried = partial(local.with_retries, delays_s=DELAYS_S)
-    started = time.time()
-    job = retried(lambda: prepare(settings))
-    if (published := retried(job.published)) is not None:
-        return published
-    rows = RandomRows(job, **options)
-    todo = retried(lambda: pipeline.open_shards(job))
-    spool.clean(job.spool)
-    with spool.RunFolder(job.spool) as folder:
-        for shard in todo:
-            captured = pipeline.capture_shard(job, rows, folder, shard)  # type: ignore[arg-type]
-            retried(lambda captured=captured: pipeline.commit_shard(job, captured))
-    report = retried(lambda: pipeline.validate(job))
-    return retried(lambda: pipeline.publish(job, report, started=started))
+    with (
+        mock.patch.object(pipeline, "make_supervisor", lambda job, folder: RandomRows(job, **options)),
+        mock.patch.dict(local.with_retries.__kwdefaults__, delays_s=DELAYS_S),
+    ):
+        return local.run(settings, repair=repair).manifest
 
 
 def attempt(path: Path, root: str, **options: Any) -> tuple[Manifest | None, str]:
@@ -128,21 +129,31 @@ def attempt(path: Path, root: str, **options: Any) -> tuple[Manifest | None, str
 
 
 class Watcher:
-    """Resident memory of this process, sampled by a thread; ``peak`` in bytes."""
+    """Resident memory of this process and bytes in a spool, sampled by a thread; the peaks, in bytes."""
 
-    def __init__(self) -> None:
-        self.peak = 0
+    def __init__(self, spool: Path | None = None) -> None:
+        self.peak = self.spooled = 0
+        self._spool = spool
         self._ended = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while not self._ended.wait(0.05):
             self.peak = max(self.peak, rss())
+            if self._spool is not None:
+                self.spooled = max(self.spooled, sum(map(_allocated, self._spool.glob("run-*/*"))))
 
     def stop(self) -> int:
-        """The peak."""
+        """The peak of memory."""
         self._ended.set()
         return max(self.peak, rss())
+
+
+def _allocated(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def rss() -> int:
@@ -155,24 +166,29 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("root")
-    parser.add_argument("--wait-at", type=int, help="stop (SIGSTOP) before this shard")
+    parser.add_argument("--stop-at", type=int, help="stop (SIGSTOP) before this shard, until SIGCONT comes")
+    parser.add_argument("--salt", type=int, default=0, help="other rows for the same samples")
+    parser.add_argument("--repair", action="store_true")
+    parser.add_argument("--spool", type=Path, help="folder whose size is watched")
     chosen = parser.parse_args()
 
-    def before(shard: int) -> None:
-        if shard == chosen.wait_at:
-            import os
-            import signal
+    idle = 0
 
+    def before(shard: int) -> None:
+        nonlocal idle
+        idle = idle or rss()  # everything is imported, and nothing was sent
+        if shard == chosen.stop_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    idle, started = rss(), time.monotonic()
-    watcher = Watcher()
-    manifest, message = attempt(chosen.job, chosen.root, before=before)
+    started = time.monotonic()
+    watcher = Watcher(chosen.spool)
+    manifest, message = attempt(chosen.job, chosen.root, before=before, salt=chosen.salt, repair=chosen.repair)
     document = {
         "version": manifest.version if manifest else None,
         "message": message,
         "rss_before": idle,
         "rss_peak": watcher.stop(),
+        "spool_peak": watcher.spooled,
         "seconds": time.monotonic() - started,
     }
     print(json.dumps(document), flush=True)
