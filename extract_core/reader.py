@@ -74,6 +74,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         self.layer_ids = list(stored if layers is None else layers)
         self._places = None if self.layer_ids == stored else [stored.index(k) for k in self.layer_ids]
         self._dtype, self._verify = dtype, verify
+        self._sizes = {shard.sha256: shard.nbytes for shard in self.manifest.shards}
         self._format = RowFormat(len(stored), self.manifest.hidden_size, self.manifest.dtype, self.manifest.encoding)
         self.index = self._choose(read_index(self.root, self.manifest), split)
         self._start()
@@ -125,6 +126,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         position %= count
         row = {name: self.index.column(name)[position] for name in ("sample_id", "token_ids", "loss_mask", "segments")}
         sample, segments = row["sample_id"].as_py(), row["segments"].as_py()
+        self._check_row(sample, row, segments)
         check = self._verify and not self._seen[position]
         parts = [self._segment(sample, segment, check) for segment in segments]
         self._seen[position] = True
@@ -138,9 +140,24 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
             "sample_id": sample,
         }
 
+    def _check_row(self, sample: str, row: Mapping[str, Any], segments: Sequence[Mapping[str, Any] | None]) -> None:
+        """The index is of a digest that the manifest names, but a stranger may have made both."""
+        whole = all(segment is not None and None not in segment.values() for segment in segments)
+        counts = {"rows": sum(segment["rows"] for segment in segments if segment) if whole else None}
+        for name in ("token_ids", "loss_mask"):
+            counts[name] = None if row[name].values.null_count else len(row[name].values)
+        if len(set(counts.values())) != 1 or None in counts.values() or not segments:
+            raise CorruptDataError(
+                f"sample {sample}: the index of {self.root.url} has numbers of {counts}, expected three that are the "
+                "same; run 'coresample verify' on it"
+            )
+
     def _segment(self, sample: str, segment: Mapping[str, Any], check: bool) -> torch.Tensor:
-        rel, rows = layout.shard_path(segment["shard"]), segment["rows"]
-        start, length = segment["byte_offset"], segment["byte_length"]
+        start, length, rows = segment["byte_offset"], segment["byte_length"], segment["rows"]
+        nbytes = self._sizes.get(segment["shard"], 0)  # no place outside a shard that the manifest lists
+        if segment["first_row"] < 0 or rows < 1 or start < 0 or length < 1 or start + length > nbytes:
+            raise CorruptDataError(f"sample {sample}: the index refers to {segment}, which is no place in a shard")
+        rel = layout.shard_path(segment["shard"])
         where = f"rows {segment['first_row']}..{segment['first_row'] + rows} of shard {self.root.describe(rel)}"
         data: memoryview | bytearray
         try:

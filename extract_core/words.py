@@ -1,6 +1,13 @@
-"""How numbers are written for people."""
+"""How numbers and strangers' texts are written for people."""
 
 from __future__ import annotations
+
+import re
+
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that a terminal obeys, that turn the direction of text around, or that cannot be encoded."""
+
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 
 def size(count: float) -> str:
@@ -10,3 +17,11 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:,.1f} TiB"
+
+
+def harmless(text: str) -> str:
+    """Text for a terminal: colours left out, other control characters written out; tab and line feed stay."""
+    if UNSAFE.search(text) is None:
+        return text
+    text = _COLOUR.sub("", text)
+    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)

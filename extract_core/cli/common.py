@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from extract_core.errors import CoresampleError, EngineError, NoSpaceError, SettingsError, shortened
+from extract_core.words import UNSAFE, harmless
 from extract_core.words import size as size
 
 if TYPE_CHECKING:
@@ -70,15 +72,34 @@ JobOption = Annotated[
 ]
 
 
+class _SafeConsole(Console):
+    """Shows what comes from data, models and stores as it is, but never obeys it.
+
+    Escape sequences, other control characters and the marks that turn the direction of text around are written out
+    in every text that is printed; rich removes some of them only.
+    """
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        """Segments, made safe; what rich itself sends to control the terminal is left alone."""
+        for segment in super().render(renderable, options):
+            yield (
+                segment
+                if segment.control or not UNSAFE.search(segment.text)
+                else segment._replace(text=harmless(segment.text))
+            )
+
+
 def out() -> Console:
     """Standard output. Made anew, so that redirection in the meantime is seen; files and pipes get long lines whole."""
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=_WIDE, soft_wrap=True)
+    if sys.stdout.isatty():
+        return _SafeConsole(highlight=False)
+    return _SafeConsole(highlight=False, width=_WIDE, soft_wrap=True)
 
 
 def err() -> Console:
     """Standard error."""
     plain = {} if sys.stderr.isatty() else {"width": _WIDE, "soft_wrap": True}
-    return Console(stderr=True, highlight=False, **plain)  # type: ignore[arg-type]
+    return _SafeConsole(stderr=True, highlight=False, **plain)  # type: ignore[arg-type]
 
 
 def fields(console: Console, rows: list[tuple[str, str]]) -> None:
@@ -97,7 +118,8 @@ def fields(console: Console, rows: list[tuple[str, str]]) -> None:
 
 def emit(document: Mapping[str, Any]) -> None:
     """The result of a command with ``--json``."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+    text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
+    sys.stdout.write(UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 def note(text: str) -> None:

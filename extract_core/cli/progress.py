@@ -17,6 +17,7 @@ from rich.text import Text
 
 from extract_core.cli.common import duration, err, size
 from extract_core.progress import Reporter, Silent, reporter, set_reporter
+from extract_core.words import harmless
 
 _WINDOW_S = 60.0
 
@@ -155,7 +156,7 @@ class PlainReporter:
         self._lock = threading.Lock()
 
     def _line(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(harmless(text), file=sys.stderr, flush=True)
 
     def stage(self, name: str, total: int | None = None, unit: str = "") -> None:
         """Say what begins."""
@@ -187,7 +188,7 @@ class NotesOnly(Silent):
 
     def note(self, text: str) -> None:
         """Pass it on."""
-        print(text, file=sys.stderr, flush=True)
+        print(harmless(text), file=sys.stderr, flush=True)
 
 
 @contextmanager

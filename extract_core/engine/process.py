@@ -224,6 +224,10 @@ class EngineProcess:
             event = receive_event(self._connection)
         except (EOFError, ConnectionError) as error:
             raise self._ended(dead) from error
+        except EngineError as error:
+            if type(error) is not EngineError:  # ours, of a hang
+                raise
+            raise self._dead(dead, str(error)) from error  # a message that is none
         patience.heard()
         if isinstance(event, Failed):
             raise self._failed(event, dead)

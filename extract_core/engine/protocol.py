@@ -151,6 +151,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Request = EngineSpec | ShardJob | Shutdown
 Event = Starting | Ready | Progress | ShardDone | Failed
 
+MOST_BYTES = 2**30
+"""Longest message from the engine; the largest honest one is a final norm, some hundred KB."""
+
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _event_decoder = msgspec.msgpack.Decoder(Event)
@@ -169,6 +172,12 @@ def receive_request(connection: Connection) -> Request:
 def receive_event(connection: Connection) -> Event:
     """Next event, in the host; raises EOFError when the engine process is gone."""
     try:
-        return _event_decoder.decode(connection.recv_bytes())
+        return _event_decoder.decode(connection.recv_bytes(MOST_BYTES))
     except msgspec.MsgspecError as error:
         raise EngineError(f"the engine process sent a message that does not decode: {error}") from error
+    except (EOFError, ConnectionError):
+        raise
+    except (OSError, OverflowError) as error:
+        if "end of file" in str(error):  # the process died in mid-message
+            raise EOFError(str(error)) from error
+        raise EngineError(f"the engine process sent a message longer than {MOST_BYTES:,} bytes ({error})") from error

@@ -16,6 +16,7 @@ from typing import Any
 from extract_core.errors import ModelError
 from extract_core.settings import ModelSettings
 
+_MOST_HEADER = 100 * 2**20  # the limit of the safetensors format
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _TOKENIZER_FILES = {
     "tokenizer.json",
@@ -126,6 +127,9 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
                 f"model {settings.path}: its config says dtype {dtype}; set model.dtype to one of "
                 f"{', '.join(DTYPE_BYTES)}"
             )
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            if not 1 <= int(getattr(text, name)) < 2**31:
+                raise ValueError(f"{name} is {getattr(text, name)}")
         files = loaded_files(path)
         quantized = "quantization_config" in raw or any(file.suffix == ".gguf" for file in files)
         return ModelInfo(
@@ -143,7 +147,7 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
             quantized=quantized,
             widths=_widths(text, raw),
         )
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(
             f"model {settings.path}: its config.json does not describe a decoder model: {error}"
         ) from error
@@ -268,7 +272,7 @@ def _check_weights(path: Path) -> dict[Path, dict[str, Any]]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             try:
-                if length > size:
+                if length > min(size, _MOST_HEADER):
                     raise ValueError(f"a header of {length} bytes in a file of {size}")
                 tensors = json.loads(stream.read(length))
                 tensors.pop("__metadata__", None)

@@ -24,10 +24,13 @@ from extract_core.errors import AlreadyExistsError, CorruptDataError
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.planning.model import canonical_digest
 from extract_core.store import layout
+from extract_core.store.records import Digest
 from extract_core.store.root import Root
 from extract_core.store.shard import HEADER_BYTES
 
 _CHECKSUM = "checksum"
+_MOST_META = 2**30
+
 _REMEDY = "run the job with --repair: it is planned again, and commit records beside it stay good"
 
 MOST_SAMPLES = 20_000
@@ -70,7 +73,7 @@ class PlanMeta(BaseModel):
     """2 added a checksum to the file."""
     fingerprint: str
     spec: dict[str, Any]
-    plan_sha256: str
+    plan_sha256: Digest
     row_bytes: int
     shards: list[PlannedShard]
     input: int
@@ -129,15 +132,29 @@ class Plan:
         return self.meta.fingerprint
 
     def shard(self, index: int) -> pa.Table:
-        """The samples of one shard, by first row (schema ``PLAN_SCHEMA``)."""
-        return self._table.read_row_group(index)
+        """The samples of one shard, by first row (schema ``PLAN_SCHEMA``).
+
+        Raises:
+            CorruptDataError: the layout's file holds no such rows, though its digest is that of ``plan.json``.
+        """
+        return self._read(index, None)
 
     def sample_ids(self) -> dict[int, list[str]]:
         """The ids of every shard's samples; reads nothing else of the plan."""
         return {
-            shard.index: self._table.read_row_group(shard.index, columns=["sample_id"])["sample_id"].to_pylist()
-            for shard in self.meta.shards
+            shard.index: self._read(shard.index, ["sample_id"])["sample_id"].to_pylist() for shard in self.meta.shards
         }
+
+    def _read(self, index: int, columns: list[str] | None) -> pa.Table:
+        where = f"{self.root.url}/{layout.plan_path(self.fingerprint, self.meta.plan_sha256)}"
+        try:
+            if not 0 <= index < self._table.num_row_groups:
+                raise ValueError(f"it has {self._table.num_row_groups} row groups")
+            table = self._table.read_row_group(index, columns=columns)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise CorruptDataError(f"{where}: shard {index} cannot be read ({error}); {_REMEDY}") from error
+        return table
 
     def shards(self) -> Iterator[pa.Table]:
         """Every shard's samples, one shard in memory at a time."""
@@ -163,7 +180,7 @@ def read_plan_meta(root: Root, fingerprint: str) -> PlanMeta | None:
     """
     try:
         name = layout.plan_meta_path(fingerprint)
-        raw = root.read_bytes(name)
+        raw = root.read_bytes(name, most=_MOST_META)
     except (ValueError, FileNotFoundError):  # a folder that is no plan's, or a plan that was never finished
         return None
     try:
@@ -180,7 +197,15 @@ def read_plan_meta(root: Root, fingerprint: str) -> PlanMeta | None:
 
 
 def _open_table(root: Root, meta: PlanMeta) -> pq.ParquetFile:
-    return pq.ParquetFile(sound_layout(root, meta))
+    file = sound_layout(root, meta)
+    try:
+        table = pq.ParquetFile(file)
+        if not table.schema_arrow.equals(PLAN_SCHEMA):
+            raise ValueError(f"columns {table.schema_arrow.names}")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        name = layout.plan_path(meta.fingerprint, meta.plan_sha256)
+        raise CorruptDataError(f"{root.url}/{name} is not the layout of a plan ({error}); {_REMEDY}") from error
+    return table
 
 
 def sound_layout(root: Root, meta: PlanMeta) -> Path | pa.BufferReader:

@@ -29,7 +29,7 @@ from extract_core.store.columns import referenced_shards
 from extract_core.store.commits import DamagedRecord, read_commits
 from extract_core.store.listing import Entry, Upload
 from extract_core.store.records import Manifest, canonical_json, utc_now
-from extract_core.store.root import TEMP_PREFIX, Root
+from extract_core.store.root import MAX_RECORD_BYTES, TEMP_PREFIX, Root
 from extract_core.store.tags import list_tags, read_tag
 from extract_core.store.versions import list_versions, read_manifest
 
@@ -324,7 +324,7 @@ class _Survey:
     def _of_commit(self, fingerprint: str, shard: int, round: int) -> set[str]:
         rel = layout.commit_path(fingerprint, shard, round)
         try:
-            data = self.root.read_bytes(rel)
+            data = self.root.read_bytes(rel, most=MAX_RECORD_BYTES)
         except FileNotFoundError:
             return set()  # another gc or a person removed it
         if not _sound(data):

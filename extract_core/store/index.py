@@ -75,6 +75,7 @@ def write_index(root: Root, samples: pa.Table) -> IndexRef:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise ValueError(f"the index does not fit its schema: {error}") from error
     folder = root.local_path(layout.INDEXES) or Path(tempfile.gettempdir())
+    root.check_inside(layout.index_path("0" * 64))
     temp = folder / f"{TEMP_PREFIX}{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

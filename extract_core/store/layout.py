@@ -25,8 +25,9 @@ TOP_NAMES = frozenset({SHARDS, NORMS, INDEXES, REPORTS, PLANS, VERSIONS, TAGS, L
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8,64}")
 _LAYOUT = re.compile(r"plan-[0-9a-f]{16}\.parquet")
-_COMMIT = re.compile(r"(\d{5,})(?:\.r([1-9]\d*))?\.json")
-_VERSION = re.compile(r"(\d{6,})\.json")
+_COMMIT = re.compile(r"([0-9]{5}|[1-9][0-9]{5,17})(?:\.r([1-9][0-9]{0,17}))?\.json")
+_VERSION = re.compile(r"([0-9]{6}|[1-9][0-9]{6,17})\.json")
+"""Only the names that are written: another spelling of a number would be a second object of the same meaning."""
 _TAG = re.compile(r"(?!latest$)(?![0-9]+$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OBJECT = re.compile(r"([0-9a-f]{64})\.[a-z0-9.]{1,20}")
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")

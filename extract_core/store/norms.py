@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -143,10 +144,13 @@ def decode_norm(data: bytes, where: str) -> StoredNorm:
     try:
         vectors = safetensors.numpy.load(data)
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        epsilon, offset = float(metadata["epsilon"]), float(metadata["offset"])
+        if not (0 <= epsilon < math.inf and abs(offset) < 2**64):
+            raise ValueError(f"epsilon {epsilon} or offset {offset}")
         return StoredNorm(
             kind=metadata["kind"],
-            epsilon=float(metadata["epsilon"]),
-            offset=float(metadata["offset"]),
+            epsilon=epsilon,
+            offset=offset,
             weight=vectors["weight"].copy(),
             bias=vectors["bias"].copy() if "bias" in vectors else None,
         )

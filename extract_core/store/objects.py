@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
 from extract_core.store.commits import ShardCommits
-from extract_core.store.root import Root
+from extract_core.store.root import MAX_RECORD_BYTES, Root
 
 _CHUNK = 8 * 2**20
 
@@ -29,7 +29,7 @@ def read_object(root: Root, rel: str, *, sha256: str | None, nbytes: int | None,
     """
     where = root.describe(rel)
     try:
-        data = root.read_bytes(rel)
+        data = root.read_bytes(rel, most=None if nbytes is None else max(nbytes, MAX_RECORD_BYTES))
     except FileNotFoundError:
         raise CorruptDataError(f"{what} {where}{owner} is missing") from None
     found = hashlib.sha256(data).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -243,7 +244,7 @@ class CommitRecord(_Record):
             raise ValueError("a commit with an object has rows and samples")
         ids = [item.sample_id for item in self.samples] + [item.sample_id for item in self.excluded]
         if len(set(ids)) != len(ids):
-            raise ValueError(f"samples are repeated: {sorted({i for i in ids if ids.count(i) > 1})[:5]}")
+            raise ValueError(f"samples are repeated: {sorted(i for i, n in Counter(ids).items() if n > 1)[:5]}")
         _check_encoding(self.encoding, self.dtype)
         row_bytes = len(self.layer_ids) * self.hidden_size * DTYPES[self.dtype][1]
         for sample in self.samples:

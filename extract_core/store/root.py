@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import stat
@@ -68,8 +69,11 @@ def local_folder(text: str | os.PathLike[str], what: str) -> Path:
         RootError: it cannot be a folder: under a file, a link to nowhere or in a loop, no such home, unreadable.
     """
     shown = f"{what} {shortened(os.fspath(text))!r}"
+    no_path = RootError(f"{shown} holds a character that no path can have (such as NUL); correct it")
     try:
         path = Path(os.path.normpath(Path.cwd() / Path(text).expanduser()))
+    except ValueError:
+        raise no_path from None
     except RuntimeError:
         raise RootError(
             f"{shown}: there is no such user's home folder; write the path in full (or ./~name for a plain name)"
@@ -92,7 +96,7 @@ def local_folder(text: str | os.PathLike[str], what: str) -> Path:
             f"{what} {shortened(str(path))} lies under {file}, which is no folder; give another one"
         ) from None
     except ValueError:  # NUL, or characters that no path can have
-        raise RootError(f"{shown} holds a character that no path can have (such as NUL); correct it") from None
+        raise no_path from None
     except OSError as error:
         advice = {
             errno.ELOOP: "its links lead in a circle; remove them, or give another folder",
@@ -277,16 +281,27 @@ class Root:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def read_bytes(self, rel: str) -> bytes:
+    def read_bytes(self, rel: str, *, most: int | None = None) -> bytes:
         """A whole object.
+
+        Args:
+            rel: its name.
+            most: bytes that it may have; looked at before anything is read, on a local root.
 
         Raises:
             FileNotFoundError: there is no such object.
+            CorruptDataError: it has more bytes than ``most``.
             StoreError: it cannot be read.
         """
         with self._reading(rel):
             if (path := self.local_path(rel)) is not None:
-                return path.read_bytes()
+                with open_regular(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    if most is not None and size > most:
+                        raise CorruptDataError(
+                            f"{path} has {size} bytes, expected at most {most}; it is no such record"
+                        )
+                    return file.read()
             return self._remotely(rel, _read_whole)
 
     def read_range(self, rel: str, start: int, stop: int) -> bytes:
@@ -303,8 +318,9 @@ class Root:
             return b""
         with self._reading(rel):
             if (path := self.local_path(rel)) is not None:
-                with path.open("rb", buffering=0) as file:
-                    data = _pread(file.fileno(), start, stop)
+                with open_regular(path) as file:
+                    size = os.fstat(file.fileno()).st_size  # a read takes memory for what is asked of it
+                    data = _pread(file.fileno(), start, min(stop, size)) if start < size else b""
             else:
                 data = self._remotely(rel, lambda fs, target: _read_range(fs, target, start, stop))
         if len(data) != stop - start:
@@ -404,8 +420,9 @@ class Root:
         if path is None or not rel_dir or path.is_symlink():
             return False
         try:
+            self.check_inside(rel_dir)
             path.rmdir()
-        except OSError:
+        except (OSError, RootError):
             return False
         return True
 
@@ -453,11 +470,28 @@ class Root:
                 raise AlreadyExistsError(self.describe(rel), self.read_bytes(rel))
             self.put_bytes(rel, data)
         elif (path := self.local_path(rel)) is not None:
-            self._link_new(path, data)
+            self._link_new(rel, path, data)
         else:
             self._put_if_absent(rel, data)
 
-    def _link_new(self, path: Path, data: bytes) -> None:
+    def check_inside(self, rel: str) -> None:
+        """Refuse to write or delete through a link: nothing outside the root is ever touched. Reading follows links.
+
+        Raises:
+            RootError: a folder on the way to ``rel`` is a link that leads out of the (local) root.
+        """
+        path = self.local_path(rel)
+        if path is None or self._local is None:
+            return
+        folder, root = Path(os.path.realpath(path.parent)), Path(os.path.realpath(self._local))
+        if not folder.is_relative_to(root):
+            raise RootError(
+                f"{path.parent} leads out of the dataset root, to {folder}; nothing is written or deleted there. "
+                "Replace the link by a folder (or mount the other disk on it)"
+            )
+
+    def _link_new(self, rel: str, path: Path, data: bytes) -> None:
+        self.check_inside(rel)
         temp = _temp_beside(path)
         try:
             _make_folder(path.parent)
@@ -539,6 +573,7 @@ class Root:
             if path is None:
                 self._upload(local, rel, on_bytes)
             else:
+                self.check_inside(rel)
                 _make_folder(path.parent)
                 _sync_file(local)
                 try:
@@ -571,6 +606,7 @@ class Root:
             if path is None:
                 self._remotely(rel, lambda fs, target: _replace(fs, target, data))
             else:
+                self.check_inside(rel)
                 temp = _temp_beside(path)
                 _make_folder(path.parent)
                 _write_durably(temp, data)
@@ -589,6 +625,7 @@ class Root:
         _checked(rel)
         try:
             if (path := self.local_path(rel)) is not None:
+                self.check_inside(rel)
                 path.unlink(missing_ok=True)
             else:
                 with contextlib.suppress(FileNotFoundError):
@@ -701,6 +738,25 @@ def _checked(rel: str) -> str:
     if any(part in ("", ".", "..") for part in parts) or "\\" in rel or "\0" in rel:
         raise ValueError(f"{rel!r} is not a plain relative path inside a dataset root")
     return rel
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """A file for reading; a pipe or device in the place of a file is refused instead of waited for.
+
+    Raises:
+        CorruptDataError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if stat.S_ISDIR(mode := os.fstat(fd).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise CorruptDataError(f"{path} is no regular file; remove it")
+    except BaseException:
+        os.close(fd)
+        raise
+    return io.FileIO(fd, "rb")
 
 
 def _pread(fd: int, start: int, stop: int) -> bytes:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from extract_core.errors import CorruptDataError
 from extract_core.store.encoding import BF16_SPLIT_ZSTD, ENCODINGS, NONE, Encoding, decode_frame
-from extract_core.store.root import failure
+from extract_core.store.root import failure, open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ FRAMES, FRAME_TABLE = "frames", "frame_table"
 FRAME_COLUMNS = 5
 RESERVED_METADATA = frozenset({"format", "layer_ids", "encoding", "schema_version", "shape", "dtype"})
 
-_MAX_HEADER = 100 * 2**20  # the limit of the safetensors format
+_MAX_HEADER = 4 * 2**20  # ours have 64 KiB; what is parsed takes many times its bytes
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class ShardReader:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 self.header = read_header(
                     lambda start, stop: os.pread(file.fileno(), stop - start, start), size, str(path)
@@ -334,20 +334,22 @@ def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Sha
         raise corrupt(f"header length {length} is impossible in a file of {size} bytes")
     text = start[8 : 8 + length] if 8 + length <= len(start) else read(8, 8 + length)
     try:
-        entries = json.loads(text.decode("utf-8"))
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         metadata = entries.pop("__metadata__")
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise corrupt("its metadata has values that are no text")
         encoding = metadata["encoding"]
         if encoding not in ENCODINGS:
             raise corrupt(f"encoding {encoding!r} is unknown to this version of Coresample")
         shape = _stored_shape(entries, metadata)
         layer_ids = tuple(json.loads(metadata["layer_ids"]))
-        if len(layer_ids) != shape.layers or not all(isinstance(k, int) for k in layer_ids):
+        if len(layer_ids) != shape.layers or not all(type(k) is int and k >= 0 for k in layer_ids):
             raise corrupt(f"{shape.layers} layers but layer ids {list(layer_ids)}")
         if entries != shape.tensors():
             raise corrupt(f"tensors {entries} are not laid out as a shard's")
     except CorruptDataError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise corrupt(f"its header cannot be read ({type(error).__name__}: {error})") from error
     shift = 8 + length - HEADER_BYTES
     if size != shape.nbytes + shift:
@@ -367,15 +369,28 @@ def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Sha
     )
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two equal keys they take."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _positive(values: Any) -> list[int]:
+    """A list of whole numbers above 0; true and 2.0 are none."""
+    if not isinstance(values, list) or not all(type(value) is int and value > 0 for value in values):
+        raise ValueError(f"{values} are not whole numbers above 0")
+    return values
+
+
 def _stored_shape(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> Shape:
     if metadata["encoding"] == NONE:
-        rows, layers, hidden_size = entries[HIDDEN_STATES]["shape"]
+        rows, layers, hidden_size = _positive(entries[HIDDEN_STATES]["shape"])
         dtype = {short: name for name, (short, _) in DTYPES.items()}[entries[HIDDEN_STATES]["dtype"]]
         return Shape(rows, layers, hidden_size, dtype)
-    rows, layers, hidden_size = json.loads(metadata["shape"])
-    if not all(isinstance(value, int) and value > 0 for value in (rows, layers, hidden_size)):
-        raise ValueError(f"shape {metadata['shape']}")
-    nbytes, segments = entries[FRAMES]["shape"][0], entries[FRAME_TABLE]["shape"][0]
+    rows, layers, hidden_size = _positive(json.loads(metadata["shape"]))
+    nbytes, segments = _positive([entries[FRAMES]["shape"][0], entries[FRAME_TABLE]["shape"][0]])
     return Shape(rows, layers, hidden_size, metadata["dtype"], (nbytes, segments))
 
 

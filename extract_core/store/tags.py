@@ -15,7 +15,7 @@ from pydantic import Field
 from extract_core.errors import AlreadyExistsError, CorruptDataError, NoSuchVersionError, SettingsError, shortened
 from extract_core.store import layout
 from extract_core.store.records import Attempt, Positive, _check_time, _Record, utc_now
-from extract_core.store.root import Root
+from extract_core.store.root import MAX_RECORD_BYTES, Root
 from extract_core.store.versions import is_folder, no_version_in, parse_ref, read_manifest
 
 NAME_RULE = (
@@ -56,7 +56,7 @@ def read_tag(root: Root, name: str) -> Tag | None:
         return None
     rel = layout.tag_path(name)
     try:
-        data = root.read_bytes(rel)
+        data = root.read_bytes(rel, most=MAX_RECORD_BYTES)
     except FileNotFoundError:
         return None
     where = root.describe(rel)

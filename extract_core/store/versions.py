@@ -22,7 +22,7 @@ from extract_core.errors import (
 )
 from extract_core.store import layout
 from extract_core.store.records import Manifest, canonical_json
-from extract_core.store.root import Root
+from extract_core.store.root import MAX_RECORD_BYTES, Root
 
 _LOG = logging.getLogger(__name__)
 _PUBLISH_TRIES = 1000
@@ -109,7 +109,7 @@ def read_manifest(root: Root, version: int | None = None) -> Manifest:
             )
     rel = layout.manifest_path(version)
     try:
-        data = root.read_bytes(rel)
+        data = root.read_bytes(rel, most=MAX_RECORD_BYTES)
     except FileNotFoundError:
         raise no_such_version(root, version) from None
     return _load(root, version, data)
