@@ -16,7 +16,7 @@ from extract_core.store.index import read_index
 from extract_core.store.root import Root
 from extract_core.store.tags import delete_tag, list_tags, write_tag
 from extract_core.store.versions import list_versions, read_manifest
-from tests.unit.store.versions_kit import add_plan, age, commit, fingerprint_of, killed_gc, publish_plan
+from tests.unit.store.versions_kit import add_plan, age, commit, fingerprint_of, killed_gc, publish_plan, retry
 
 SEEDS = {plan: tuple(sorted({plan % 3, (plan + 1) % 3, 10 + plan % 2})) for plan in range(5)}
 PLAN, NAME = st.integers(0, 4), st.sampled_from(["a", "b", "c"])
@@ -25,6 +25,7 @@ ACTION = st.one_of(
     st.tuples(st.just("publish"), PLAN),
     st.tuples(st.just("begin"), PLAN),
     st.tuples(st.just("extract"), PLAN),
+    st.tuples(st.just("retry"), PLAN, st.integers(0, 2)),
     st.tuples(st.just("tag"), NAME, st.integers(1, 6)),
     st.tuples(st.just("untag"), NAME),
     st.tuples(st.just("gc"), KEEP, st.booleans()),
@@ -81,6 +82,8 @@ def test_no_version_loses_an_object(actions):
                     add_plan(root, rest[0], len(SEEDS[rest[0]]))
                     for number, seed in enumerate(SEEDS[rest[0]]):
                         commit(root, spool, rest[0], number, seed)
+                elif action == "retry":
+                    retry(root, spool, *rest)
                 elif action == "tag":
                     write_tag(root, rest[0], rest[1], force=True)
                 elif action == "untag":

@@ -18,6 +18,9 @@ from extract_core.store.root import Root
 from extract_core.store.versions import publish
 from tests.unit.store.kit import HIDDEN, LAYERS, attempt, build_manifest, commit_shard, index_table, make_shard
 
+RETRIED = 20
+"""Seeds from here on are of retry rounds."""
+
 
 def fingerprint_of(plan: int) -> str:
     return f"{plan:032x}"
@@ -69,8 +72,18 @@ def add_plan(root: Root, plan: int, shards: int) -> None:
 
 def commit(root: Root, spool: Path, plan: int, number: int, seed: int) -> None:
     """Commit a shard made from a seed: the same seed gives the same shard, also in other plans."""
+    _commit(root, spool, plan, number, seed, 0)
+
+
+def retry(root: Root, spool: Path, plan: int, number: int) -> None:
+    """A further round of a shard, with samples of its own."""
+    if root.exists(layout.commit_path(fingerprint_of(plan), number)):
+        _commit(root, spool, plan, number, RETRIED + plan, 1)
+
+
+def _commit(root: Root, spool: Path, plan: int, number: int, seed: int, round: int) -> None:
     fingerprint = fingerprint_of(plan)
-    if root.exists(layout.commit_path(fingerprint, number)):
+    if root.exists(layout.commit_path(fingerprint, number, round)):
         return
     scratch = Root.open(str(spool / f"scratch-{attempt()}"))
     sealed, made, pieces = make_shard(spool, 2, seed)
@@ -81,7 +94,7 @@ def commit(root: Root, spool: Path, plan: int, number: int, seed: int) -> None:
             root.put_file(local, path)
         elif not root.exists(path):
             root.put_bytes(path, local.read_bytes())
-    write_commit(root, CommitRecord.model_validate({**record.model_dump(), "fingerprint": fingerprint}))
+    write_commit(root, CommitRecord.model_validate({**record.model_dump(), "fingerprint": fingerprint, "round": round}))
 
 
 def known(seeds, spool: Path):
@@ -99,7 +112,7 @@ def publish_plan(root: Root, spool: Path, plan: int, seeds) -> int:
 
 def publish_commits(root: Root, spool: Path, fingerprint: str, seeds) -> int:
     commits = read_commits(root, fingerprint)
-    index = write_index(root, index_table(commits, known(seeds, spool)))
+    index = write_index(root, index_table(commits, known([*seeds, *range(RETRIED, RETRIED + 5)], spool)))
     who = attempt()
 
     def build(version):
