@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -169,7 +171,7 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
     stats: dict[str, SampleStats] = {}
     if len(excluded) == len(captured.samples):
         return stats, list(excluded.values())  # the engine wrote no file
-    with UnsealedShard(captured.path) as shard:
+    with UnsealedShard(captured.path) as shard, _one_thread():
         columns = captured.samples
         for sample, first, count, token_ids in zip(
             columns["sample_id"].to_pylist(),
@@ -205,6 +207,19 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
             "(model.dtype) and the model"
         )
     return stats, list(excluded.values())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several shards are checked at once, beside an engine: torch's own threads would only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # of this thread alone
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedShard:
