@@ -129,8 +129,8 @@ def write_commit(root: Root, record: CommitRecord, *, replaces: Collection[str] 
         root: the dataset root.
         record: what to write.
         replaces: attempts (or sha256 of the bytes, where a record cannot be read) whose shards are lost: such a record
-            is removed if it stands in the way and names another object. Between removal and creation a kill leaves the
-            shard without a record, and the next run extracts it again.
+            is removed if it stands in the way and names another object or final norm. Between removal and creation a
+            kill leaves the shard without a record, and the next run extracts it again.
 
     Returns:
         the record that stands: ``record`` itself, also when an earlier try of this attempt had got through, or that of
@@ -151,10 +151,15 @@ def write_commit(root: Root, record: CommitRecord, *, replaces: Collection[str] 
             return record
         if hashlib.sha256(existing).hexdigest() not in replaces:
             standing = _load(root, rel, existing, record.fingerprint, record.shard, record.round)
-            if standing.attempt not in replaces or standing.object == record.object:
+            same = (standing.object, _norm(standing)) == (record.object, _norm(record))
+            if standing.attempt not in replaces or same:
                 return standing
         root.delete(rel)
     raise StoreUnavailableError(f"{root.describe(rel)} is replaced by other runs at the same time; try again later")
+
+
+def _norm(record: CommitRecord) -> tuple[object, ...] | None:
+    return None if record.final_norm is None else record.final_norm.identity
 
 
 def read_commits(

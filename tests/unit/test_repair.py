@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from extract_core import local, pipeline
-from extract_core.errors import CorruptDataError
+from extract_core.engine.protocol import FinalNorm
+from extract_core.errors import CheckFailedError, CorruptDataError
 from extract_core.job import Job, prepare
 from extract_core.settings import JobSettings
 from extract_core.store import layout
@@ -317,3 +318,17 @@ def test_runs_that_replace_one_record_at_once(settings: JobSettings, job: Job) -
     assert problems(job.root) == [] and survey(job.root, Policy(1, 0)).items == []
     used = {path for path in read_manifest(job.root).objects if path.startswith("shards/")}
     assert {f"{layout.SHARDS}/{name}" for name in job.root.list(layout.SHARDS)} == used
+
+
+def test_a_shard_with_another_norm_is_replaced_when_its_file_is_deleted(settings: JobSettings, job: Job) -> None:
+    """Its rows are the same, since they are taken before the norm; the record is another one."""
+    odd = Rows(job)
+    odd.final_norm = FinalNorm("rms", 1e-6, 0.0, odd.final_norm.weight)
+    local.extract(job, odd, todo=pipeline.open_shards(job)[:1])  # type: ignore[arg-type]
+    with pytest.raises(CheckFailedError, match="delete the files of the wrong shards and run the job again"):
+        run(settings)
+    job.root.delete(file_of(job, 0))
+    result, engines, _ = run(settings)
+    assert requested(engines) == [ids(job, 0)] and result.manifest.version == 1
+    assert problems(job.root) == [] and result.manifest.final_norm is not None
+    assert result.manifest.final_norm.epsilon == 1e-5
