@@ -149,6 +149,7 @@ class Job:
         chosen = self.settings.store.spool
         if chosen is not None:
             return Path(chosen).expanduser()
+        self.root.check_inside(".spool/run")
         return self.root.local_path(".spool") or Path(tempfile.gettempdir()) / "coresample-spool"
 
     @cached_property

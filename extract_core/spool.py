@@ -114,8 +114,10 @@ def clean(spool: Path) -> list[Path]:
 def ended_runs(spool: Path) -> Iterator[Path]:
     """Folders of runs whose lock nobody holds."""
     for folder in sorted(spool.glob(f"{RUN_PREFIX}*")):
+        if folder.is_symlink():  # no run makes one; what it leads to is not ours to sweep
+            continue
         try:
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             if (folder / "logs").is_dir():
                 yield folder  # swept before; its logs may be old by now

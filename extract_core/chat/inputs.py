@@ -39,6 +39,8 @@ _HF_MARKERS = ("state.json", "dataset_dict.json")
 _PARQUET_BATCH = 256
 _CHUNK = 1 << 20
 _HEAD = 1 << 16
+_LONGEST_LINE = 1 << 26
+"""What a row of JSON becomes takes up to thirty times its bytes; a compressed file may unfold to any length."""
 _BOM = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _ONE_PER_LINE = "write one object per line into a .jsonl file (jq -c does that: `jq -c {0} FILE > FILE.jsonl`)"
@@ -375,14 +377,41 @@ def _head(file: InputFile) -> bytes:
 
 def _line_rows(file: InputFile, stream: Any) -> Iterator[Row]:
     number = 0
-    lines = iter(stream)
+    lines = _lines(stream)
     while (line := _next(lines, file, number + 1)) is not None:
         number += 1
+        if isinstance(line, RowProblem):
+            yield number, line
+            continue
         if number == 1:
             line = line.removeprefix(_BOM)
         line = line.strip()
         if line:
             yield number, _parse_row(line)
+
+
+def _lines(stream: Any) -> Iterator[bytes | RowProblem]:
+    """Lines without their line feed; of one that is too long nothing is kept."""
+    held: list[bytes] = []
+    size = 0
+
+    def taken(piece: bytes) -> bytes | RowProblem:
+        if size + len(piece) > _LONGEST_LINE:
+            return RowProblem(
+                DropReason.TOO_MANY_CHARACTERS,
+                f"the line has {size + len(piece):,} bytes, at most {_LONGEST_LINE:,} are read; split the row",
+            )
+        return b"".join([*held, piece])
+
+    while chunk := stream.read(_CHUNK):
+        start = 0
+        while (end := chunk.find(b"\n", start)) >= 0:
+            yield taken(chunk[start:end])
+            held, size, start = [], 0, end + 1
+        size += len(chunk) - start
+        held = [*held, chunk[start:]] if size <= _LONGEST_LINE else []
+    if size:
+        yield taken(b"")
 
 
 def _parse_row(raw: bytes) -> Mapping[str, Any] | RowProblem:
@@ -535,6 +564,8 @@ def _prune(value: Any, name: str = "") -> Any:
 
 
 def _hf_rows(file: InputFile) -> Iterator[Row]:
+    import pyarrow as pa
+
     dataset = _hf_dataset(file)
     if dataset is None:
         return
@@ -548,6 +579,10 @@ def _hf_rows(file: InputFile) -> Iterator[Row]:
     number = 0
     tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=_PARQUET_BATCH)
     while (table := _next(tables, file, number + 1)) is not None:
+        try:
+            table.validate(full=True)  # Arrow files are mapped as they are: offsets in them may lead anywhere
+        except pa.ArrowException as error:
+            raise InputDataError(f"is damaged: {_first_line(error)}", file=file.path, row=number + 1) from error
         for row in _batch_rows(table):
             number += 1
             yield number, row
@@ -564,8 +599,14 @@ def _hf_dataset(file: InputFile) -> Any:
         ) from None
     fs, root = _hf_root(file)
     try:
-        if not json.loads(fs.cat_file(f"{root}/state.json")).get("_data_files", True):
+        parts = json.loads(fs.cat_file(f"{root}/state.json")).get("_data_files", True)
+        if not parts:
             return None
+        for part in parts if isinstance(parts, list) else ():
+            if part["filename"] != Path(part["filename"]).name:
+                raise ValueError(
+                    f"its state.json names {printable(part['filename'], 200)!r}, a file outside of its folder"
+                )
         where = fs.unstrip_protocol(root) if "://" in file.path else root
         return datasets.load_from_disk(where, storage_options=dict(file.storage_options) or None)
     except Exception as error:

@@ -18,6 +18,7 @@ from extract_core.settings import ModelSettings
 
 _MOST_HEADER = 100 * 2**20  # the limit of the safetensors format
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_PICKLES = (".bin", ".pt")
 _TOKENIZER_FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
@@ -131,6 +132,11 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
             if not 1 <= int(getattr(text, name)) < 2**31:
                 raise ValueError(f"{name} is {getattr(text, name)}")
         files = loaded_files(path)
+        if pickles := [file.name for file in files if file.suffix in _PICKLES]:
+            raise ModelError(
+                f"model {settings.path}: its weights are pickles ({', '.join(pickles[:3])}), which are never read, since "
+                "they can run code; convert them to safetensors"
+            )
         quantized = "quantization_config" in raw or any(file.suffix == ".gguf" for file in files)
         return ModelInfo(
             path=path,
