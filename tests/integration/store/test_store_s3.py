@@ -14,8 +14,9 @@ import torch
 from extract_core.errors import AlreadyExistsError, CorruptDataError, StoreError, StoreUnavailableError
 from extract_core.reader import HiddenStatesDataset
 from extract_core.store import layout
-from extract_core.store.commits import read_commits
+from extract_core.store.commits import read_commits, write_commit
 from extract_core.store.index import write_index
+from extract_core.store.records import CommitRecord
 from extract_core.store.root import Root
 from extract_core.store.shard import HEADER_BYTES
 from extract_core.store.verify import verify
@@ -219,3 +220,26 @@ def test_wrong_credentials_or_none(s3_options, monkeypatch, tmp_path):
     options = {name: value for name, value in s3_options.items() if name == "client_kwargs"}
     with pytest.raises(StoreError, match=r"credential"):
         Root.open("s3://bucket/data", options).put_bytes("x", b"")
+
+
+def test_a_commit_record_is_replaced_once_its_shard_is_lost(root, tmp_path):
+    """Only the record that is known to be lost goes; the winner of a race stands."""
+    sealed, made, pieces = make_shard(tmp_path, 2, seed=0)
+    lost = commit_shard(root, 0, sealed, made, pieces, attempt())
+    other, made, pieces = make_shard(tmp_path, 2, seed=1)
+    scratch = Root.open(str(tmp_path / "scratch"))
+    new = commit_shard(scratch, 0, other, made, pieces, attempt())
+    assert write_commit(root, new) == lost
+    assert write_commit(root, new, replaces={"f" * 32}) == lost
+    assert write_commit(root, new, replaces={lost.attempt}) == new
+    late = new.model_copy(update={"attempt": attempt()})
+    assert write_commit(root, late, replaces={lost.attempt}) == new
+    retry = CommitRecord.model_validate({**new.model_dump(), "round": 1, "attempt": attempt()})
+    assert write_commit(root, retry) == retry
+    known = read_commits(root, FINGERPRINT)[0]
+    assert known.records == (new, retry) and known.stored == [new] and known.next_round == 2
+    root.put_bytes(layout.commit_path(FINGERPRINT, 0, 1), b"{}")
+    damaged = []
+    assert read_commits(root, FINGERPRINT, damaged=damaged)[0].records == (new,)
+    assert [(item.shard, item.round) for item in damaged] == [(0, 1)]
+    assert write_commit(root, retry, replaces={damaged[0].sha256}) == retry
