@@ -17,6 +17,7 @@ import io
 import os
 import shutil
 import stat
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from extract_core.store import listing, s3, upload
 from extract_core.store.bulk import BulkClient, Choice, choose
 from extract_core.store.failures import FULL, failure, http_status, is_transient, reason
 from extract_core.store.layout import PLANS, PROBES, VERSIONS, object_digest
-from extract_core.store.protocols import protocol_of, renames
+from extract_core.store.protocols import RENAMED, protocol_of, renames
 from extract_core.store.retry import Retry
 
 __all__ = ["MAX_RECORD_BYTES", "TEMP_PREFIX", "Root", "check_writable", "failure", "is_remote", "local_folder"]
@@ -52,6 +53,8 @@ MAX_RECORD_BYTES = 64 * 2**20
 """Records go in ONE put: stores disagree on whether a conditional multipart upload is exclusive."""
 
 _COPY_CHUNK = 2**20
+_ONE_BY_ONE = threading.RLock()
+"""Paramiko's sftp client, which fsspec shares in a process, hangs when two threads ask it at once."""
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60}
 """Seconds; s3fs's own (5 and 15) give up on servers that are only slow."""
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
@@ -249,7 +252,9 @@ class Root:
         return self._remote[1], self._remote[2]
 
     def _fs_options(self) -> dict[str, Any]:
-        options = {**self._options, "use_listings_cache": False}
+        options = dict(self._options)
+        if protocol_of(self.url) not in RENAMED:  # sftp has no such cache, and takes the option for one of its login
+            options["use_listings_cache"] = False
         if protocol_of(self.url) in ("s3", "s3a"):
             config = dict(options.get("config_kwargs") or {})
             options["config_kwargs"] = {**_S3_TIMEOUTS, **config, "retries": {"total_max_attempts": 1}}
@@ -429,7 +434,15 @@ class Root:
     def _remotely(self, rel: str, request: Callable[[Any, str], T]) -> T:
         """Make a request that is safe to repeat, again while its failure may pass."""
         fs, target = self._target(rel)
-        return self._retry.call(lambda: request(fs, target))
+
+        def once() -> T:
+            with self._turn():
+                return request(fs, target)
+
+        return self._retry.call(once)
+
+    def _turn(self) -> contextlib.AbstractContextManager[Any]:
+        return _ONE_BY_ONE if protocol_of(self.url) in RENAMED else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _reading(self, rel: str, action: str = "read") -> Iterator[None]:
@@ -596,7 +609,8 @@ class Root:
             bulk, _ = self.bulk_client()
             upload.S3Upload(fs, target, retry=self._retry, bulk=bulk, on_bytes=on_bytes).run(local, sha256)
         else:
-            upload.other_store(fs, target, local, retry=self._retry, sha256=sha256, on_bytes=on_bytes)
+            with self._turn():
+                upload.other_store(fs, target, local, retry=self._retry, sha256=sha256, on_bytes=on_bytes)
 
     def put_bytes(self, rel: str, data: bytes) -> None:
         """Write a small object, replacing one that is there; readers see the old or the new one, never a mixture."""
