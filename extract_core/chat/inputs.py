@@ -37,6 +37,7 @@ _SUFFIXES: Mapping[str, Format] = {
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _HF_MARKERS = ("state.json", "dataset_dict.json")
 _PARQUET_BATCH = 256
+_MOST_BATCH_BYTES = 1 << 29
 _CHUNK = 1 << 20
 _HEAD = 1 << 16
 _LONGEST_LINE = 1 << 26
@@ -516,14 +517,24 @@ def _parquet_rows(file: InputFile) -> Iterator[Row]:
                     file=file.path,
                     field="messages",
                 )
-            for batch in parquet.iter_batches(batch_size=_PARQUET_BATCH, columns=columns):
+            for batch in parquet.iter_batches(batch_size=_batch_size(parquet), columns=columns):
                 for row in _batch_rows(batch):
                     number += 1
                     yield number, row
-        except pa.ArrowException as error:
+        except (pa.ArrowException, MemoryError) as error:
             raise InputDataError(
                 f"is not a readable Parquet file: {_first_line(error)}", file=file.path, row=number + 1
             ) from error
+
+
+def _batch_size(parquet: Any) -> int:
+    """Rows to decode at once: a page says a value once for any number of rows, so each may be as large as its chunk."""
+    chunks = (
+        parquet.metadata.row_group(group).column(column).total_uncompressed_size
+        for group in range(parquet.metadata.num_row_groups)
+        for column in range(parquet.metadata.num_columns)
+    )
+    return max(1, min(_PARQUET_BATCH, _MOST_BATCH_BYTES // max(1, max(chunks, default=1))))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -531,6 +542,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _batch_rows(batch: Any) -> Iterator[Mapping[str, Any] | RowProblem]:
+    if batch.nbytes > _LONGEST_LINE:  # become Python objects one by one, or not at all
+        for i in range(batch.num_rows):
+            row = batch.slice(i, 1)
+            if row.nbytes > _LONGEST_LINE:
+                yield RowProblem(
+                    DropReason.TOO_MANY_CHARACTERS,
+                    f"the row has {row.nbytes:,} bytes, at most {_LONGEST_LINE:,} are read; split it",
+                )
+            else:
+                yield from _batch_rows(row)
+        return
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
     except (UnicodeDecodeError, KeyError, ValueError):

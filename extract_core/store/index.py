@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from extract_core.errors import CorruptDataError
@@ -93,6 +94,18 @@ def write_index(root: Root, samples: pa.Table) -> IndexRef:
     return ref
 
 
+def _with_empty_values(table: pa.Table) -> list[str]:
+    """Columns that hold lists with nulls in them, which a schema cannot forbid without changing it."""
+    found = []
+    for field in INDEX_SCHEMA:
+        if pa.types.is_list(field.type):
+            values = pc.list_flatten(table.column(field.name))
+            parts = [values, *values.flatten()] if pa.types.is_struct(values.type) else [values]
+            if any(part.null_count for part in parts):
+                found.append(field.name)
+    return found
+
+
 def read_index(root: Root, manifest: Manifest) -> pa.Table:
     """The index of a version, after checking its digest.
 
@@ -104,10 +117,13 @@ def read_index(root: Root, manifest: Manifest) -> pa.Table:
     data = read_object(root, ref.path, sha256=ref.sha256, nbytes=ref.nbytes, what="index", owner=owner)
     try:
         table = pq.read_table(io.BytesIO(data))
-    except (pa.ArrowInvalid, OSError) as error:
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise CorruptDataError(f"index {where} is not Parquet: {error}") from error
     if not table.schema.equals(INDEX_SCHEMA):
         raise CorruptDataError(f"index {where} has other columns than this Coresample expects: {table.schema.names}")
+    if empty := _with_empty_values(table):
+        raise CorruptDataError(f"index {where} has empty values inside {empty}; it is not an index of ours")
     if table.num_rows != ref.rows:
         raise CorruptDataError(f"index {where} has {table.num_rows} samples, the manifest says {ref.rows}")
     return table

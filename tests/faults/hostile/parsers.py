@@ -250,7 +250,7 @@ def _index(folder: Path, data: bytes) -> None:
     digest = hashlib.sha256(data).hexdigest()
     try:
         rows = pq.read_metadata(io.BytesIO(data)).num_rows
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, ValueError):
         rows = 3
     tree["index"] = {"path": layout.index_path(digest), "sha256": digest, "nbytes": max(1, len(data)), "rows": rows}
     tree["accounting"] |= {"input": rows, "published": rows, "dropped": {}}

@@ -142,3 +142,25 @@ def test_weights_with_a_huge_header_are_refused(tmp_path: Path, header: int) -> 
     answer, text, peak = confined(lambda: inspect_model(ModelSettings(path=str(folder))), seconds=60)
     assert answer == "ModelError" and "header" in text, text
     assert peak < 2
+
+
+def test_a_parquet_file_that_unfolds_to_gigabytes(tmp_path: Path) -> None:
+    """A kilobyte says one long text for every row; another has one row of millions of messages."""
+    import pyarrow.parquet as pq
+
+    long = json.dumps([{"role": "user", "content": "x" * 20 * 2**20}])
+    table = pa.table({"messages": pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), [long])})
+    pq.write_table(table, tmp_path / "long.parquet", compression="zstd")
+    answer, found, peak = confined(lambda: _reasons(tmp_path / "long.parquet"), seconds=100)
+    assert answer == "returned" and set(found) == {"read"}
+    assert peak < 2.5, f"{peak:.1f} GiB"
+    count = 6_000_000
+    texts = [pa.array([text]).take(pa.array(np.zeros(count, np.int64))) for text in ("user", "x")]
+    lists = pa.ListArray.from_arrays(
+        pa.array([0, count], pa.int32()), pa.StructArray.from_arrays(texts, ["role", "content"])
+    )
+    pq.write_table(pa.table({"messages": lists}), tmp_path / "many.parquet", compression="zstd")
+    del texts, lists
+    answer, found, peak = confined(lambda: _reasons(tmp_path / "many.parquet"), seconds=100)
+    assert (answer, found) == ("returned", [DropReason.TOO_MANY_CHARACTERS.value]), found
+    assert peak < 2.5, f"{peak:.1f} GiB"
