@@ -109,7 +109,8 @@ class Claim:
                 self._write()
 
     def _refuse_others(self) -> None:
-        dead, live = [], []
+        dead: list[Other] = []
+        live: list[Other] = []
         for other in self._others():
             (live if other.age_s is None or other.age_s <= self._lifetime else dead).append(other)
         for other in dead:
