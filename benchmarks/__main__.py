@@ -37,7 +37,10 @@ def main() -> None:
             else:
                 parser.error(f"unknown benchmark {name!r}; there are throughput, memory and store")
         result |= {"date": time.strftime("%Y-%m-%d"), "cpu": platform.processor() or platform.machine()}
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        file = RESULTS / f"{name}.json"
+        if name == "store" and file.exists():  # parts that were not asked for stay as they were measured
+            result = json.loads(file.read_text(encoding="utf-8")) | result
+        file.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         if name == "store":
             continue  # it has told its parts
         print(json.dumps({k: v for k, v in result.items() if k not in ("pairs", "engine")}, indent=1))

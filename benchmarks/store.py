@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import store_encoding, store_local
+from benchmarks import store_encoding, store_local, store_upload
 
 MEMORY = Path("/dev/shm")
-SHARDS, SHARD_BYTES = 4, 128 * 2**20
-BUCKET = "bench"
+SHARDS, SHARD_BYTES = 8, 64 * 2**20
+UPLOAD_BYTES, BUCKET = 64 * 2**20, "bench"
 
 
 def run(dataset: Path, folder: Path, rounds: int, parts: list[str]) -> dict[str, Any]:
@@ -48,28 +47,30 @@ def run(dataset: Path, folder: Path, rounds: int, parts: list[str]) -> dict[str,
             figures = store_encoding.run(dataset, rounds=rounds)
             os.sched_setaffinity(0, cores)
         elif part == "upload":
-            figures = _upload(rounds)
+            figures = _upload(folder, rounds)
         else:
             raise SystemExit(f"no part {part!r}; there are local, spool, encoding and upload")
-        result[part] = figures | {"load_before": before, "load_after": os.getloadavg()[0]}
+        result[part] = figures | {
+            "date": time.strftime("%Y-%m-%d"),
+            "load_before": before,
+            "load_after": os.getloadavg()[0],
+        }
         print(part, json.dumps({k: v for k, v in figures.items() if k != "pairs"}, indent=1), flush=True)
     return result
 
 
-def _upload(rounds: int) -> dict[str, Any]:
+def _upload(folder: Path, rounds: int) -> dict[str, Any]:
     from tests.faults import radosgw
 
     with ExitStack() as stack:
         if not radosgw.missing():
-            server = stack.enter_context(radosgw.RadosGateway())
+            server = stack.enter_context(radosgw.RadosGateway(UPLOAD_BYTES * 8))
             server.make_bucket(BUCKET)
             name, endpoint, key, secret = "radosgw", server.endpoint, server.key, server.secret
         else:
             name, endpoint, key, secret = "moto", _moto(stack), "test", "test"
-        command = [sys.executable, "-m", "benchmarks.store_upload", "--endpoint", endpoint, "--bucket", BUCKET]
-        command += ["--key", key, "--secret", secret, "--rounds", str(rounds)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {"server": name, "clients": json.loads(done.stdout)}
+        figures = store_upload.run(endpoint, BUCKET, key, secret, folder, nbytes=UPLOAD_BYTES, rounds=rounds)
+    return {"server": name, **figures}
 
 
 def _moto(stack: ExitStack) -> str:

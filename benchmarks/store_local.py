@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors.torch import save_file
 
@@ -33,6 +34,7 @@ from extract_core.store.writer import ShardWriter
 LAYERS, HIDDEN, STEP, IN_STEP = 4, 4096, 2048, 8
 """Rows of [4, 4096] bfloat16, 32 KiB each; steps of 2,048 rows from 8 samples at a time."""
 THREADS = 2
+QUIET = 0.2
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,24 @@ def _condition(folder: Path, load: Load, shards: int) -> None:
     shutil.rmtree(folder)
 
 
+def _wait_for_quiet(limit_s: float) -> None:
+    """Until other processes use little of the machine, or the limit is reached."""
+    deadline = time.monotonic() + limit_s
+    while psutil.cpu_percent(0.5) > QUIET * 100 and time.monotonic() < deadline:
+        pass
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
 def run(folder: Path, *, rounds: int, shards: int, shard_bytes: int, spool: Path | None = None) -> dict[str, Any]:
-    """Rounds of both, in alternating order; bytes per second and the ratio of each pair."""
+    """Rounds of both, in alternating order; bytes per second and the ratio of each pair.
+
+    Pairs during which other processes took more than ``QUIET`` of the processors are kept in ``pairs`` and left out of
+    the figures, unless that leaves none.
+    """
     load = make_load(shard_bytes)
     size = shards * (load.states.nbytes + load.tokens.nbytes)
     pairs = []
@@ -165,15 +183,18 @@ def run(folder: Path, *, rounds: int, shards: int, shard_bytes: int, spool: Path
     for number in range(rounds + 1):
         seconds: dict[str, float] = {}
         for name in ("ours", "plain") if number % 2 else ("plain", "ours"):
+            _wait_for_quiet(3)
             _condition(folder / "before", load, shards)
             ours = Ours(folder / "ours", spool or folder / "ours" / ".spool", load)
-            cpu, started = time.process_time(), time.perf_counter()
+            busy, cpu, started = _busy_s(), time.process_time(), time.perf_counter()
             if name == "ours":
                 ours.write(shards)
             else:
                 plain(folder / "plain", load, shards)
             seconds[name] = time.perf_counter() - started
             seconds[f"{name}_cpu"] = time.process_time() - cpu
+            others = _busy_s() - busy - seconds[f"{name}_cpu"]
+            seconds[f"{name}_others"] = max(0.0, others) / (seconds[name] * (os.cpu_count() or 1))
             if number:
                 for part, took in ours.times.items():
                     times[part] = times.get(part, 0.0) + took
@@ -182,12 +203,15 @@ def run(folder: Path, *, rounds: int, shards: int, shard_bytes: int, spool: Path
                 shutil.rmtree(spool, ignore_errors=True)
         if number:  # the first pair warms caches and allocators
             pairs.append({**seconds, "ratio": seconds["plain"] / seconds["ours"]})
+    every = pairs
+    pairs = [pair for pair in every if max(pair["ours_others"], pair["plain_others"]) <= QUIET] or every
     ratios = sorted(pair["ratio"] for pair in pairs)
     return {
         "bytes": size,
         "shards": shards,
         "spool": "apart" if spool else "beside the root",
-        "pairs": pairs,
+        "pairs": every,
+        "quiet_pairs": sum(max(pair["ours_others"], pair["plain_others"]) <= QUIET for pair in every),
         "ours_mb_s": size / 1e6 / median(pair["ours"] for pair in pairs),
         "plain_mb_s": size / 1e6 / median(pair["plain"] for pair in pairs),
         "ours_cpu_s_per_gb": median(pair["ours_cpu"] for pair in pairs) / (size / 1e9),
