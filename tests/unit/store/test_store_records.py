@@ -118,8 +118,8 @@ def test_manifests_of_before_norms_were_kept_still_load():
     assert old.final_norm is None and old.schema_version == 1
     assert list(old.objects) == [layout.shard_path(SHA)]
     assert Manifest.load(old.dump(), "x") == old
-    with pytest.raises(CorruptDataError, match="schema_version 3, this Coresample reads up to 2; install a newer"):
-        Manifest.load(canonical_json({**tree, "schema_version": 3}), "x")
+    with pytest.raises(CorruptDataError, match="schema_version 4, this Coresample reads up to 3; install a newer"):
+        Manifest.load(canonical_json({**tree, "schema_version": 4}), "x")
 
 
 def test_norm_in_the_records():
