@@ -18,7 +18,7 @@ from benchmarks import store_encoding, store_local, store_upload
 
 MEMORY = Path("/dev/shm")
 SHARDS, SHARD_BYTES = 8, 64 * 2**20
-UPLOAD_BYTES, BUCKET = 64 * 2**20, "bench"
+UPLOAD_BYTES, BUCKET = 32 * 2**20, "bench"
 
 
 def run(dataset: Path, folder: Path, rounds: int, parts: list[str]) -> dict[str, Any]:
@@ -64,7 +64,8 @@ def _upload(folder: Path, rounds: int) -> dict[str, Any]:
 
     with ExitStack() as stack:
         if not radosgw.missing():
-            server = stack.enter_context(radosgw.RadosGateway(UPLOAD_BYTES * 8))
+            # It keeps what was overwritten for hours, and answers nothing any more once it is full.
+            server = stack.enter_context(radosgw.RadosGateway(UPLOAD_BYTES * 9 * (rounds + 1)))
             server.make_bucket(BUCKET)
             name, endpoint, key, secret = "radosgw", server.endpoint, server.key, server.secret
         else:
