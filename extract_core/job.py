@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,9 @@ from extract_core.planning.layers import resolve_layer_ids
 from extract_core.planning.memory import MemoryPlan, machine, memory_plan, reference_bytes, wants_reference
 from extract_core.planning.model import ModelInfo, inspect_model
 from extract_core.planning.plan import Plan, load_plan, make_plan, read_plan_meta
-from extract_core.planning.sizes import Demand, demand_of, engine_sizes
+from extract_core.planning.sizes import Demand, EngineSizes, demand_of, engine_sizes
 from extract_core.progress import reporter
-from extract_core.settings import JobSettings
+from extract_core.settings import EngineSettings, JobSettings
 from extract_core.spool import SpoolLimit
 from extract_core.store import layout
 from extract_core.store.encoding import NONE, Encoding
@@ -121,26 +121,14 @@ class Job:
     @cached_property
     def engine_spec(self) -> EngineSpec:
         """How the engine of this job is built."""
-        sizes, e = engine_sizes(self.demand), self.settings.engine
-        return EngineSpec(
-            model=str(self.model.path),
-            layer_ids=list(self.layer_ids),
+        return engine_spec(
+            self.settings.engine,
+            self.model,
+            engine_sizes(self.demand),
+            layer_ids=self.layer_ids,
             max_model_len=self.max_model_len,
-            dtype=self.model.dtype,
             store_dtype=self.dtype,
             trust_remote_code=self.settings.model.trust_remote_code,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_num_seqs=sizes.max_num_seqs,
-            gpu_memory_utilization=e.gpu_memory_utilization,
-            kv_cache_bytes=sizes.kv_cache_bytes,
-            tensor_parallel_size=e.tensor_parallel_size,
-            enforce_eager=True if e.capture == "hooks" else e.enforce_eager,
-            quantization=e.quantization,
-            load_format=e.load_format,
-            capture=e.capture,
-            buffer_bytes=sizes.buffer_bytes,
-            writer_threads=e.writer_threads,
-            extra=e.extra,
         )
 
     @property
@@ -168,6 +156,49 @@ class Job:
         if latest is None or latest.fingerprint != self.plan.fingerprint:
             return None
         return None if lost_objects(self.root, latest.objects) else latest
+
+
+def engine_spec(
+    settings: EngineSettings,
+    model: ModelInfo,
+    sizes: EngineSizes,
+    *,
+    layer_ids: Sequence[int],
+    max_model_len: int,
+    store_dtype: str,
+    trust_remote_code: bool,
+) -> EngineSpec:
+    """How an engine is built.
+
+    Args:
+        settings: of the engine.
+        model: what it computes.
+        sizes: what the settings leave open.
+        layer_ids: layers to capture, ascending.
+        max_model_len: positions.
+        store_dtype: of the rows.
+        trust_remote_code: whether code that came with the model may run.
+    """
+    return EngineSpec(
+        model=str(model.path),
+        layer_ids=list(layer_ids),
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        store_dtype=store_dtype,
+        trust_remote_code=trust_remote_code,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_bytes=sizes.kv_cache_bytes,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        enforce_eager=True if settings.capture == "hooks" else settings.enforce_eager,
+        quantization=settings.quantization,
+        load_format=settings.load_format,
+        capture=settings.capture,
+        buffer_bytes=sizes.buffer_bytes,
+        writer_threads=settings.writer_threads,
+        extra=settings.extra,
+    )
 
 
 def spooled_row_bytes(row_bytes: int, encoding: Encoding) -> int:

@@ -444,7 +444,7 @@ class JobSettings(BaseSettings):
     quarantine_runs: int = Field(
         3,
         ge=0,
-        description="Runs that try a sample which fails its row checks or kills the engine; 0 and 1: it is never retried.",
+        description="Runs that try a sample which fails its row checks or kills the engine; 0 and 1: never retried.",
     )
 
     @field_validator("*", mode="before")

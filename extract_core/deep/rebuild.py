@@ -14,6 +14,7 @@ from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.versions import installed_engine
 from extract_core.errors import ModelError, SettingsError
 from extract_core.hardware import in_memory
+from extract_core.job import engine_spec
 from extract_core.planning.memory import machine, memory_plan
 from extract_core.planning.model import ModelInfo, inspect_model, model_identity
 from extract_core.planning.sizes import Device, demand_of, engine_sizes
@@ -115,32 +116,16 @@ def rebuild(
     for line in plan.summary():
         reporter().note(line)
     plan.require()
-    sizes = engine_sizes(demand)
-    return Rebuilt(
-        EngineSpec(
-            model=str(found.path),
-            layer_ids=list(manifest.layer_ids),
-            max_model_len=max_model_len,
-            dtype=found.dtype,
-            store_dtype=manifest.dtype,
-            trust_remote_code=bool(spec.get("trust_remote_code")),
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_num_seqs=sizes.max_num_seqs,
-            gpu_memory_utilization=engine.gpu_memory_utilization,
-            kv_cache_bytes=sizes.kv_cache_bytes,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            enforce_eager=True if engine.capture == "hooks" else engine.enforce_eager,
-            quantization=engine.quantization,
-            load_format=engine.load_format,
-            capture=engine.capture,
-            buffer_bytes=sizes.buffer_bytes,
-            writer_threads=engine.writer_threads,
-            extra=engine.extra,
-        ),
+    spec_here = engine_spec(
         engine,
         found,
-        tuple(notes),
+        engine_sizes(demand),
+        layer_ids=manifest.layer_ids,
+        max_model_len=max_model_len,
+        store_dtype=manifest.dtype,
+        trust_remote_code=bool(spec.get("trust_remote_code")),
     )
+    return Rebuilt(spec_here, engine, found, tuple(notes))
 
 
 def _model(manifest: Manifest, given: str | None) -> ModelInfo:

@@ -134,8 +134,8 @@ def inspect_model(settings: ModelSettings) -> ModelInfo:
         files = loaded_files(path)
         if pickles := [file.name for file in files if file.suffix in _PICKLES]:
             raise ModelError(
-                f"model {settings.path}: its weights are pickles ({', '.join(pickles[:3])}), which are never read, since "
-                "they can run code; convert them to safetensors"
+                f"model {settings.path}: its weights are pickles ({', '.join(pickles[:3])}), which are never read, "
+                "since they can run code; convert them to safetensors"
             )
         quantized = "quantization_config" in raw or any(file.suffix == ".gguf" for file in files)
         return ModelInfo(

@@ -87,7 +87,7 @@ def commits_dir(fingerprint: str) -> str:
 
 
 def commit_path(fingerprint: str, shard: int, round: int = 0) -> str:
-    """The commit record of one shard of a plan, e.g. ``plans/<fp>/commits/00012.json``; ``00012.r1.json`` of a retry."""
+    """The commit record of a shard of a plan, e.g. ``plans/<fp>/commits/00012.json``; ``00012.r1.json`` of a retry."""
     if shard < 0 or round < 0:
         raise ValueError(f"shard {shard} or round {round} is negative; both count from 0")
     return f"{commits_dir(fingerprint)}/{shard:05d}{f'.r{round}' if round else ''}.json"
