@@ -144,6 +144,7 @@ def publish(
     """
     clock = clock or RunClock()
     for _ in range(_TRIES):
+        before = latest_version(job.root) or 0
         commits = read_commits(job.root, job.plan.fingerprint)
         if state_of(commits) != report.state:
             report = validate(job)
@@ -158,7 +159,7 @@ def publish(
         attempt = new_attempt()
         try:
             return publish_version(
-                job.root, _builder(job, commits, damage, index, report, attempt, started, clock), attempt
+                job.root, _builder(job, commits, damage, index, report, attempt, started, clock, before), attempt
             )
         except _OvertakenError as other:
             if other.manifest is not None:
@@ -175,17 +176,16 @@ def _builder(
     attempt: str,
     started: float | None,
     clock: RunClock,
+    before: int,
 ) -> Callable[[int], Manifest]:
-    first = True
+    """What makes the manifest; ``before`` is the latest version when this run last looked whether it is published."""
 
     def build(version: int) -> Manifest:
-        nonlocal first
-        if not first:  # another publisher took the number: this very plan, perhaps with more samples
+        if version != before + 1:  # another publisher was here since: this very plan, perhaps with more samples
             if state_of(now := read_commits(job.root, job.plan.fingerprint)) != report.state:
                 raise _OvertakenError(None)
             if (other := _standing(job, now, damage)) is not None:
                 raise _OvertakenError(other)
-        first = False
         return _manifest(job, version, attempt, commits, index, report, started, clock)
 
     return build

@@ -6,6 +6,7 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from extract_core.store.norms import read_norm
 from extract_core.store.records import FinalNormRef
 from extract_core.store.root import Root
 from extract_core.store.verify import verify
+from extract_core.store.versions import list_versions
 from extract_core.store.writer import ShardWriter
 
 from .cli import kit
@@ -104,6 +106,23 @@ def test_commit_validate_publish(job: Job) -> None:
     assert verify(job.root).problems == []
     assert pipeline.publish(job, pipeline.validate(job)) == manifest
     assert not list(job.spool.glob("*.tmp"))
+
+
+def test_another_publishes_while_the_index_is_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one plan publish at once: it becomes one version, whichever came first."""
+    commit_all(job)
+    report = pipeline.validate(job)
+    module = import_module("extract_core.pipeline.publish")  # the package's attribute of that name is the function
+    plain, others = module.write_index, []
+
+    def write_index(*args: Any) -> Any:
+        if not others:
+            others.append(None)
+            others[0] = pipeline.publish(job, report)
+        return plain(*args)
+
+    monkeypatch.setattr(module, "write_index", write_index)
+    assert pipeline.publish(job, report) == others[0] and list_versions(job.root) == [1]
 
 
 @pytest.mark.parametrize("step", ["put_file", "create_exclusive", "put_bytes"])
