@@ -154,6 +154,8 @@ class FaultProxy:
                     return
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             _reset(writer)
+        except asyncio.CancelledError:
+            pass  # stop(); asyncio would print it
         finally:
             self._connections.discard(writer)
             writer.close()
