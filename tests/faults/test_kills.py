@@ -24,7 +24,7 @@ from tests.faults.proxy import FaultProxy, is_commit, is_manifest, is_part
 FAMILY = "kills"
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-CHATS = 150
+CHATS = 48 if kit.full() else 30
 STEP_TIMEOUT_S = 5
 WRITES = {"commit": is_commit, "manifest": is_manifest, "shard": is_part}
 

@@ -14,7 +14,7 @@ FAMILY = "S3, engine"
 WHAT = "errors, resets, hangs, lost answers, cut and flipped bodies at 5 % of requests"
 pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(900)]
 
-CHATS = 60
+CHATS = 30
 KINDS = ("500", "503", "500 after", "hang", "reset", "reset after", "truncated", "flip response", "flip request")
 
 
