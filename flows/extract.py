@@ -21,6 +21,7 @@ from extract_core.store.commits import read_commits
 from extract_core.store.publisher import sole_publisher
 from extract_core.store.records import Manifest
 from extract_core.store.versions import latest_version
+from flows.server import end_server_with_run
 from tasks import artifacts
 from tasks.extract import capture_shard, commit_shard, find_damage, outstanding, plan_job, preflight, publish, validate
 
@@ -86,4 +87,5 @@ def extract_shards(job: Job, todo: list[pipeline.ShardTask], clock: RunClock) ->
 
 def run_flow(settings: JobSettings, *, repair: bool = False) -> RunResult:
     """Run the flow in this process; what it raises is raised here."""
+    end_server_with_run()
     return extract(settings, repair)
