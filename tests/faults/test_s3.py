@@ -78,7 +78,7 @@ class Place:
     def settle(self) -> None:
         """Without faults the job comes to its end; then the invariants."""
         counts = dict(self.proxy.counts)
-        self.case.injected = self.proxy.injected
+        self.case.injected = max(self.case.injected, self.proxy.injected)
         self.case.detail |= {"faults": counts, "requests": self.proxy.requests}
         self.proxy.quiet()
         assert self.attempt(), f"without faults: {self.case.detail['messages'][-1]}"
