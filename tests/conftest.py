@@ -6,7 +6,7 @@ Unit tests need neither model nor chats; a test that asks for ``demo_model`` is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,16 @@ def sharegpt(demo_dir: Path) -> Callable[[int], Path]:
         return path
 
     return make
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With ``REQUIRE_SYSTEM`` set, a test marked ``system`` must run: its packages were installed for it."""
+    report = yield
+    if report.skipped and item.get_closest_marker("system") and os.environ.get("REQUIRE_SYSTEM"):
+        report.outcome = "failed"
+        report.longrepr = f"REQUIRE_SYSTEM is set, but the test was skipped: {report.longrepr}"
+    return report
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -8,6 +8,7 @@ Only the record of a shard that is lost or damaged is ever removed, and only onc
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from extract_core.store.root import MAX_RECORD_BYTES, Root
 
 _REMOTE_READERS = 8
 _REPLACE_TRIES = 4
+_NOT_FOUND_WAITS_S = (0.05, 0.2)
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,9 @@ def read_commits(
 
     def read(key: tuple[int, int]) -> CommitRecord | DamagedRecord | None:
         rel = layout.commit_path(fingerprint, *key)
-        try:
-            data = root.read_bytes(rel, most=MAX_RECORD_BYTES)
-        except FileNotFoundError:
-            return None  # being replaced right now
+        data = _read_listed(root, rel)
+        if data is None:
+            return None
         try:
             return _load(root, rel, data, fingerprint, *key)
         except CorruptDataError as error:
@@ -203,6 +204,21 @@ def read_commits(
         elif item is not None and damaged is not None:
             damaged.append(item)
     return {shard: ShardCommits(tuple(rounds)) for shard, rounds in records.items()}
+
+
+def _read_listed(root: Root, rel: str) -> bytes | None:
+    """A record that was listed a moment ago; None where it stays away, since it is being replaced.
+
+    A store may list an object before it answers for it everywhere, so the first "not found" is not believed.
+    """
+    for wait_s in (*_NOT_FOUND_WAITS_S, None):
+        try:
+            return root.read_bytes(rel, most=MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            if wait_s is None:
+                break
+            time.sleep(wait_s)
+    return None
 
 
 def all_records(commits: Mapping[int, ShardCommits]) -> Iterable[CommitRecord]:

@@ -1,7 +1,7 @@
 """Modes, servers and the record of each case; see ``record.py`` for where the counts go.
 
 ``FAULTS=short`` or ``full`` says how many cases there are, ``FAULTS_RESUME=1`` leaves out cases that the journal says
-passed, ``FAULTS_REQUIRE_SYSTEM=1`` fails what would be skipped for want of a Debian package.
+passed, ``REQUIRE_SYSTEM=1`` fails what would be skipped for want of a Debian package.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def server() -> Iterator[Callable[[str], servers.Server]]:
     def get(name: str) -> servers.Server:
         if name not in running:
             if reason := servers.missing(name):
-                if os.environ.get("FAULTS_REQUIRE_SYSTEM"):
+                if os.environ.get("REQUIRE_SYSTEM"):
                     pytest.fail(f"{name} cannot run here: {reason}")
                 pytest.skip(f"{name} cannot run here: {reason}")
             running[name] = servers.start(name)

@@ -20,7 +20,7 @@ DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY, DIE_ONCE, EARLY = range(500, 510
 STOP, CRASH, EXIT, HOARD, DIE_WHILE_ILL, NAN_WHILE_ILL = range(490, 496)
 """First tokens beyond the tiny tokenizer's 258, within its model's vocabulary of 512."""
 ILL = "SABOTEUR_ILL"
-"""Variable without which ``DIE_WHILE_ILL`` and ``NAN_WHILE_ILL`` do nothing: what fails in one run passes in another."""
+"""Variable without which ``DIE_WHILE_ILL`` and ``NAN_WHILE_ILL`` do nothing: what fails in one run passes later."""
 REFUSE_TO_LOAD = "SABOTEUR_REFUSES"
 """Variable that makes the workers fail while they load."""
 

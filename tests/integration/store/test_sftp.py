@@ -1,4 +1,4 @@
-"""A dataset on a file server, OpenSSH's own on loopback. Needs paramiko (in no lock) and Debian's openssh-server."""
+"""A dataset on a file server, OpenSSH's own on loopback. Needs Debian's openssh-server."""
 
 import os
 import shutil
@@ -14,7 +14,6 @@ from extract_core.store.root import Root
 from extract_core.store.verify import verify
 from tests.unit.store.kit import make_dataset
 
-pytest.importorskip("paramiko")
 pytestmark = [pytest.mark.integration, pytest.mark.system]
 
 

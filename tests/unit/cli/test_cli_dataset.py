@@ -189,8 +189,8 @@ def test_verify_lists_every_problem(made):
         f"{manifest.shards[0].path}: sha256 differs" in text and f"{manifest.shards[1].path}: shard is missing" in text
     )
     assert (
-        f"What to do: run the job with --repair: it reads everything and makes 1 damaged object anew ({manifest.shards[0].path})"
-        in text
+        "What to do: run the job with --repair: it reads everything and makes 1 damaged object anew "
+        f"({manifest.shards[0].path})" in text
     )
     assert "samples in it: s0-1, s0-2" in text
     document = as_json("verify", root.url, code=1)
