@@ -326,7 +326,8 @@ def check_places(settings: JobSettings) -> None:
     Raises:
         RootError, RootConflictError, NoSpaceError, SettingsError: names the field.
     """
-    from extract_core.store.root import Root, check_writable, local_folder
+    from extract_core.store.localfiles import check_writable, local_folder
+    from extract_core.store.root import Root
 
     root = Root.open(settings.root, settings.store.storage_options)
     root.check_writable()

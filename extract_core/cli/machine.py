@@ -21,7 +21,7 @@ def doctor(
     from extract_core.doctor import Finding, examine
 
     if root is not None and "://" not in root:
-        from extract_core.store.root import local_folder
+        from extract_core.store.localfiles import local_folder
 
         local_folder(root, "--root")
     console = out()

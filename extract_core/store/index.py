@@ -15,9 +15,11 @@ import pyarrow.parquet as pq
 
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
+from extract_core.store.failures import failure
+from extract_core.store.layout import TEMP_PREFIX
 from extract_core.store.objects import read_object
 from extract_core.store.records import IndexRef, Manifest
-from extract_core.store.root import TEMP_PREFIX, Root, failure
+from extract_core.store.root import Root
 
 SEGMENT_TYPE = pa.struct(
     [

@@ -17,6 +17,8 @@ PLANS = "plans"
 VERSIONS = "versions"
 TAGS = "tags"
 PROBES = ".probe"
+TEMP_PREFIX = ".tmp-"
+"""Names of files that are being written on a local root."""
 PUBLISHERS = "publishers"
 
 TOP_NAMES = frozenset({SHARDS, NORMS, INDEXES, REPORTS, PLANS, VERSIONS, TAGS, LATEST, PROBES, PUBLISHERS})

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
-import shutil
-import stat
 import threading
 import time
 import uuid
@@ -29,107 +26,41 @@ from extract_core.errors import (
     CoresampleError,
     CorruptDataError,
     NoSpaceError,
-    RootConflictError,
     RootError,
     SettingsError,
     StoreError,
     StoreUnavailableError,
-    shortened,
 )
 from extract_core.progress import reporter
-from extract_core.store import listing, s3, upload
+from extract_core.store import listing, remote, s3, upload
 from extract_core.store.bulk import BulkClient, Choice, choose
-from extract_core.store.failures import FULL, failure, http_status, is_transient, reason
-from extract_core.store.layout import PLANS, PROBES, VERSIONS, object_digest
+from extract_core.store.failures import failure, http_status, is_transient, reason
+from extract_core.store.layout import PLANS, PROBES, TEMP_PREFIX, VERSIONS, object_digest
+from extract_core.store.localfiles import (
+    check_writable,
+    copy_durably,
+    local_folder,
+    make_folder,
+    open_regular,
+    pread,
+    sync_file,
+    sync_folder,
+    temp_beside,
+    write_durably,
+)
 from extract_core.store.protocols import RENAMED, protocol_of, renames
 from extract_core.store.retry import Retry
 
-__all__ = ["MAX_RECORD_BYTES", "TEMP_PREFIX", "Root", "check_writable", "failure", "is_remote", "local_folder"]
-
 T = TypeVar("T")
 
-TEMP_PREFIX = ".tmp-"
 MAX_RECORD_BYTES = 64 * 2**20
 """Records go in ONE put: stores disagree on whether a conditional multipart upload is exclusive."""
 
-_COPY_CHUNK = 2**20
 _ONE_BY_ONE = threading.RLock()
 """Paramiko's sftp client, which fsspec shares in a process, hangs when two threads ask it at once."""
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60}
 """Seconds; s3fs's own (5 and 15) give up on servers that are only slow."""
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
-
-
-def local_folder(text: str | os.PathLike[str], what: str) -> Path:
-    """The absolute path of a folder that is there or can be made; creates nothing.
-
-    Args:
-        text: as the user wrote it; ``~`` is the home folder.
-        what: the field, for messages: "root", "store.spool".
-
-    Raises:
-        RootConflictError: it is a file.
-        RootError: it cannot be a folder: under a file, a link to nowhere or in a loop, no such home, unreadable.
-    """
-    shown = f"{what} {shortened(os.fspath(text))!r}"
-    no_path = RootError(f"{shown} holds a character that no path can have (such as NUL); correct it")
-    try:
-        path = Path(os.path.normpath(Path.cwd() / Path(text).expanduser()))
-    except ValueError:
-        raise no_path from None
-    except RuntimeError:
-        raise RootError(
-            f"{shown}: there is no such user's home folder; write the path in full (or ./~name for a plain name)"
-        ) from None
-    except FileNotFoundError:
-        raise RootError(f"{shown}: the current folder was removed; change to one that exists") from None
-    try:
-        if not stat.S_ISDIR(path.stat().st_mode):
-            raise RootConflictError(f"{what} {path} is a file; give a folder")
-    except FileNotFoundError:
-        link = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
-        if link.is_symlink():
-            raise RootError(
-                f"{what} {shortened(str(path))}: {link} is a link to {link.readlink()}, which does not exist; "
-                "create that folder, or give another one"
-            ) from None
-    except NotADirectoryError:
-        file = next((part for part in path.parents if part.is_file()), path.parent)
-        raise RootError(
-            f"{what} {shortened(str(path))} lies under {file}, which is no folder; give another one"
-        ) from None
-    except ValueError:  # NUL, or characters that no path can have
-        raise no_path from None
-    except OSError as error:
-        advice = {
-            errno.ELOOP: "its links lead in a circle; remove them, or give another folder",
-            errno.ENAMETOOLONG: "a name in it, or all of it, is too long; give a shorter one",
-            errno.EACCES: "it cannot be looked at; check the permissions of the folders above it, or give another one",
-        }.get(error.errno or 0, f"{error.strerror}; give another folder")
-        raise RootError(f"{what} {shortened(str(path))}: {advice}") from None
-    return path
-
-
-def check_writable(path: Path, what: str) -> None:
-    """Whether a folder can be written, or made: makes and removes an empty folder in it, or in the nearest above it.
-
-    Raises:
-        NoSpaceError: not for want of room.
-        RootError: names the folder and the system's reason.
-    """
-    above = next(part for part in (path, *path.parents) if part.is_dir())
-    temp = _temp_beside(above / "any")
-    try:
-        temp.mkdir()
-        temp.rmdir()
-    except OSError as error:
-        if error.errno in FULL:
-            raise failure(error, "write", str(above)) from error
-        where = f"{above} cannot be written" if above == path else f"it cannot be made in {above}"
-        raise RootError(
-            f"{what} {shortened(str(path))}: {where} ({error.strerror}); check permissions and mounts, "
-            "or give another folder"
-        ) from error
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:
@@ -307,7 +238,7 @@ class Root:
                             f"{path} has {size} bytes, expected at most {most}; it is no such record"
                         )
                     return file.read()
-            return self._remotely(rel, _read_whole)
+            return self._remotely(rel, remote.read_whole)
 
     def read_range(self, rel: str, start: int, stop: int) -> bytes:
         """Bytes ``start`` (included) to ``stop`` (excluded), always all of them, in one request.
@@ -325,9 +256,9 @@ class Root:
             if (path := self.local_path(rel)) is not None:
                 with open_regular(path) as file:
                     size = os.fstat(file.fileno()).st_size  # a read takes memory for what is asked of it
-                    data = _pread(file.fileno(), start, min(stop, size)) if start < size else b""
+                    data = pread(file.fileno(), start, min(stop, size)) if start < size else b""
             else:
-                data = self._remotely(rel, lambda fs, target: _read_range(fs, target, start, stop))
+                data = self._remotely(rel, lambda fs, target: remote.read_range(fs, target, start, stop))
         if len(data) != stop - start:
             raise CorruptDataError(
                 f"{self.describe(rel)} is cut short: bytes {start}..{stop} were expected, {len(data)} of them came; "
@@ -355,7 +286,7 @@ class Root:
                 if path.is_dir():
                     raise FileNotFoundError(errno.ENOENT, "is a folder", str(path))
                 return path.stat().st_size
-            return self._remotely(rel, _size)
+            return self._remotely(rel, remote.size)
 
     def list(self, rel_dir: str) -> list[str]:
         """Names (not paths) in a folder ("" is the root), sorted, asked anew each time; empty when it is absent."""
@@ -364,7 +295,7 @@ class Root:
                 if (path := self.local_path(rel_dir)) is not None:
                     names = [item.name for item in path.iterdir()]
                 else:
-                    names = self._remotely(rel_dir, _names)
+                    names = self._remotely(rel_dir, remote.names)
         except FileNotFoundError:
             return []
         return sorted(name for name in names if not name.startswith(TEMP_PREFIX))
@@ -505,10 +436,10 @@ class Root:
 
     def _link_new(self, rel: str, path: Path, data: bytes) -> None:
         self.check_inside(rel)
-        temp = _temp_beside(path)
+        temp = temp_beside(path)
         try:
-            _make_folder(path.parent)
-            _write_durably(temp, data)
+            make_folder(path.parent)
+            write_durably(temp, data)
             try:
                 os.link(temp, path)
             except FileExistsError:
@@ -522,7 +453,7 @@ class Root:
                         "creation needs; put the root on a local file system or an object store"
                     ) from error
                 raise
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except OSError as error:
             raise failure(error, "create", str(path)) from error
         finally:
@@ -535,7 +466,7 @@ class Root:
         unclear = False
         while True:
             try:
-                _create(fs, target, data)
+                remote.create(fs, target, data)
                 return
             except Exception as error:
                 # Stores say it as 412, some clients as FileExistsError, s3fs on Ceph as errno 22 caused by a 412.
@@ -587,15 +518,15 @@ class Root:
                 self._upload(local, rel, on_bytes)
             else:
                 self.check_inside(rel)
-                _make_folder(path.parent)
-                _sync_file(local)
+                make_folder(path.parent)
+                sync_file(local)
                 try:
                     local.rename(path)
                 except OSError as error:
                     if error.errno != errno.EXDEV:
                         raise
-                    _copy_durably(local, path)
-                _sync_folder(path.parent)
+                    copy_durably(local, path)
+                sync_folder(path.parent)
             local.unlink(missing_ok=True)
         except StoreError:
             raise
@@ -618,14 +549,14 @@ class Root:
         temp = None
         try:
             if path is None:
-                self._remotely(rel, lambda fs, target: _replace(fs, target, data))
+                self._remotely(rel, lambda fs, target: remote.replace(fs, target, data))
             else:
                 self.check_inside(rel)
-                temp = _temp_beside(path)
-                _make_folder(path.parent)
-                _write_durably(temp, data)
+                temp = temp_beside(path)
+                make_folder(path.parent)
+                write_durably(temp, data)
                 temp.replace(path)
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
         except StoreError:
             raise
         except Exception as error:
@@ -704,135 +635,8 @@ class Root:
             )
 
 
-def _read_whole(fs: Any, target: str) -> bytes:
-    data = s3.get(fs, target) if s3.is_s3(fs) else None
-    return bytes(fs.cat_file(target)) if data is None else data
-
-
-def _read_range(fs: Any, target: str, start: int, stop: int) -> bytes:
-    if s3.is_s3(fs):
-        return s3.get_range(fs, target, start, stop)
-    try:
-        return bytes(fs.cat_file(target, start=start, end=stop))
-    except OSError as error:
-        if http_status(error) != 416:
-            raise
-        return b""
-
-
-def _size(fs: Any, target: str) -> int:
-    info = fs.info(target)
-    if info.get("type") == "directory" or info.get("size") is None:
-        raise FileNotFoundError(errno.ENOENT, "is a folder", target)
-    return int(info["size"])
-
-
-def _names(fs: Any, target: str) -> list[str]:
-    fs.invalidate_cache()
-    found = (str(item).rstrip("/") for item in fs.ls(target, detail=False))
-    return [item.rpartition("/")[2] for item in found if item != target]
-
-
-def _create(fs: Any, target: str, data: bytes) -> None:
-    if s3.is_s3(fs):
-        s3.put(fs, target, data, create=True)
-    else:
-        fs.pipe_file(target, data, mode="create")
-
-
-def _replace(fs: Any, target: str, data: bytes) -> None:
-    if s3.is_s3(fs):
-        s3.put(fs, target, data)
-    else:
-        upload.replace(fs, target, data)
-
-
 def _checked(rel: str) -> str:
     parts = rel.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in rel or "\0" in rel:
         raise ValueError(f"{rel!r} is not a plain relative path inside a dataset root")
     return rel
-
-
-def open_regular(path: Path) -> io.FileIO:
-    """A file for reading; a pipe or device in the place of a file is refused instead of waited for.
-
-    Raises:
-        CorruptDataError: it is no regular file.
-        OSError: it cannot be opened.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if stat.S_ISDIR(mode := os.fstat(fd).st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            raise CorruptDataError(f"{path} is no regular file; remove it")
-    except BaseException:
-        os.close(fd)
-        raise
-    return io.FileIO(fd, "rb")
-
-
-def _pread(fd: int, start: int, stop: int) -> bytes:
-    data = os.pread(fd, stop - start, start)
-    if len(data) == stop - start or not data:
-        return data
-    pieces, at = [data], start + len(data)
-    while at < stop and (data := os.pread(fd, stop - at, at)):
-        pieces.append(data)
-        at += len(data)
-    return b"".join(pieces)
-
-
-def _temp_beside(path: Path) -> Path:
-    return path.parent / f"{TEMP_PREFIX}{uuid.uuid4().hex}"
-
-
-def _make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, each durable in its own parent."""
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync folders
-            raise
-    finally:
-        os.close(fd)
-
-
-def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _copy_durably(source: Path, path: Path) -> None:
-    temp = _temp_beside(path)
-    try:
-        with source.open("rb") as reading, temp.open("xb") as writing:
-            shutil.copyfileobj(reading, writing, _COPY_CHUNK)
-            writing.flush()
-            os.fsync(writing.fileno())
-        temp.rename(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temp.unlink(missing_ok=True)

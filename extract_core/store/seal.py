@@ -25,8 +25,9 @@ import xxhash
 
 from extract_core.store.direct import DirectWriter
 from extract_core.store.encoding import NONE, Encoding, FrameEncoder
-from extract_core.store.layout import SHARDS
-from extract_core.store.root import TEMP_PREFIX, Root, failure
+from extract_core.store.failures import failure
+from extract_core.store.layout import SHARDS, TEMP_PREFIX
+from extract_core.store.root import Root
 from extract_core.store.shard import (
     HEADER_BYTES,
     SealedSegment,

@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 
 from extract_core.errors import CorruptDataError
 from extract_core.store.encoding import BF16_SPLIT_ZSTD, ENCODINGS, NONE, Encoding, decode_frame
-from extract_core.store.root import failure, open_regular
+from extract_core.store.failures import failure
+from extract_core.store.localfiles import open_regular
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,10 @@ from extract_core.spool import LOG_DAYS, RUN_PREFIX, ended_runs
 from extract_core.store import layout
 from extract_core.store.columns import referenced_shards
 from extract_core.store.commits import DamagedRecord, read_commits
+from extract_core.store.layout import TEMP_PREFIX
 from extract_core.store.listing import Entry, Upload
 from extract_core.store.records import Manifest
-from extract_core.store.root import MAX_RECORD_BYTES, TEMP_PREFIX, Root
+from extract_core.store.root import MAX_RECORD_BYTES, Root
 from extract_core.store.tags import list_tags
 from extract_core.store.versions import list_versions, read_manifest
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from extract_core.errors import CorruptDataError, StoreError
-from extract_core.store.root import failure
+from extract_core.store.failures import failure
 from extract_core.store.shard import DTYPES, HEADER_BYTES, Segment, Shape
 
 _WRITE_CHUNK = 2**20  # larger buffered writes are slower (measured, see the storage notes)

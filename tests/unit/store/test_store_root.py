@@ -16,7 +16,8 @@ from extract_core.errors import (
     SettingsError,
     StoreError,
 )
-from extract_core.store.root import Root, failure
+from extract_core.store.failures import failure
+from extract_core.store.root import Root
 
 
 @pytest.fixture
