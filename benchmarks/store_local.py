@@ -129,7 +129,7 @@ class Ours:
         sealed = seal_shard(path, keep=self.load.samples, metadata={"shard": str(number)}, target=target)
         self._add("seal", started)
         started = time.perf_counter()
-        root.put_file(sealed.path, layout.shard_path(sealed.sha256))
+        root.put_file(sealed.path, layout.shard_path(sealed.sha256), xxh3_128=sealed.xxh3_128)
         path.unlink(missing_ok=True)
         self._add("put", started)
 

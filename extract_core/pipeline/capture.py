@@ -44,6 +44,8 @@ class Captured:
     """None where it is unknown; ``engine["final_norm"]`` then says why."""
     record: CommitRecord | None = None
     """Set when the rows are checked and the file is sealed: a commit that is tried again goes on from there."""
+    xxh3_128: str = ""
+    """Of the sealed file."""
     stored: bool = False
     """The sealed file is in the store and durable."""
     task: ShardTask | None = None

@@ -56,7 +56,7 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     record = captured.record
     if record.object is not None and not captured.stored:
         started = time.perf_counter()
-        job.root.put_file(captured.path, record.object)
+        job.root.put_file(captured.path, record.object, xxh3_128=captured.xxh3_128)
         captured.stored = True
         timings = {**record.timings, "upload_s": time.perf_counter() - started}
         record = captured.record = record.model_copy(update={"timings": timings})
@@ -241,6 +241,7 @@ def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedSha
         target=seal_target(job.root, captured.path, job.encoding),
         durable=job.root.is_local,
     )
+    captured.xxh3_128 = sealed.xxh3_128
     if sealed.path != captured.path:
         captured.path.unlink()
         captured.path = sealed.path

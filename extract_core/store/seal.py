@@ -41,6 +41,9 @@ from extract_core.store.writer import COMPACTING, pread_all, pwrite_all, read_no
 _COPY_CHUNK = 2**20
 _READ_CHUNK = 4 * 2**20
 
+Digests = tuple[str, str]
+"""sha256 and xxh3_128 of a file."""
+
 
 def seal_shard(
     path: Path,
@@ -124,13 +127,14 @@ class _Source:
             _compact(self.fd, self.old, new, self.moves)
         pwrite_all(self.fd, 0, memoryview(header))
         spans = [(HEADER_BYTES + place * new.row_bytes, old.rows * new.row_bytes) for old, place in self.moves]
-        sha256, sums = _synced(self.fd, new.nbytes, spans, durable)
-        return self._sealed(self.path, sha256, new, spans, sums)
+        digests, sums = _synced(self.fd, new.nbytes, spans, durable)
+        return self._sealed(self.path, digests, new, spans, sums)
 
     def copied(self, target: Path, metadata: Mapping[str, str]) -> SealedShard:
         new = self._shape()
         header = encode_header(new, self.layer_ids, metadata)
-        whole, sums, spans = hashlib.sha256(header), [], []
+        whole, sums, spans = _Whole(), [], []
+        whole.update(header)
         out = DirectWriter(target)
         try:
             out.write(header)
@@ -149,7 +153,7 @@ class _Source:
         except BaseException:
             out.abort()
             raise
-        return self._sealed(target, whole.hexdigest(), new, spans, sums)
+        return self._sealed(target, whole.digests, new, spans, sums)
 
     def encoded(self, target: Path, metadata: Mapping[str, str], encoding: Encoding, durable: bool) -> SealedShard:
         encoder = FrameEncoder(self.old.layers, self.old.hidden_size)
@@ -171,13 +175,13 @@ class _Source:
                 new = self._shape((at - HEADER_BYTES, len(spans)))
                 file.write(bytes(new.padding) + self._frame_table(spans, sums) + self._tokens())
             pwrite_all(fd, 0, memoryview(encode_header(new, self.layer_ids, metadata, encoding)))
-            sha256, _ = _synced(fd, new.nbytes, [], durable)
+            digests, _ = _synced(fd, new.nbytes, [], durable)
         except BaseException:
             target.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
-        return self._sealed(target, sha256, new, spans, sums)
+        return self._sealed(target, digests, new, spans, sums)
 
     def _shape(self, frames: tuple[int, int] | None = None) -> Shape:
         return Shape(self.rows, self.old.layers, self.old.hidden_size, self.old.dtype, frames)
@@ -200,13 +204,13 @@ class _Source:
         return np.array(table, "<u8").tobytes()
 
     def _sealed(
-        self, path: Path, sha256: str, new: Shape, spans: Sequence[tuple[int, int]], sums: Sequence[str]
+        self, path: Path, digests: Digests, new: Shape, spans: Sequence[tuple[int, int]], sums: Sequence[str]
     ) -> SealedShard:
         made = {
             i: SealedSegment(place, old.rows, offset, size, checksum)
             for i, (old, place), (offset, size), checksum in zip(self.order, self.moves, spans, sums, strict=True)
         }
-        return SealedShard(path, sha256, new.nbytes, new.rows, [made[i] for i in range(len(self.wanted))])
+        return SealedShard(path, *digests, new.nbytes, new.rows, [made[i] for i in range(len(self.wanted))])
 
 
 def _file_order(wanted: Sequence[Segment], rows: int) -> list[int]:
@@ -240,7 +244,22 @@ def _compact(fd: int, old: Shape, new: Shape, moves: Sequence[tuple[Segment, int
     os.ftruncate(fd, new.nbytes)
 
 
-def _synced(fd: int, size: int, spans: Sequence[tuple[int, int]], durable: bool) -> tuple[str, list[str]]:
+class _Whole:
+    """Both digests of a file, fed front to back."""
+
+    def __init__(self) -> None:
+        self._sha256, self._xxh3 = hashlib.sha256(), xxhash.xxh3_128()
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self._sha256.update(data)
+        self._xxh3.update(data)
+
+    @property
+    def digests(self) -> Digests:
+        return self._sha256.hexdigest(), self._xxh3.hexdigest()
+
+
+def _synced(fd: int, size: int, spans: Sequence[tuple[int, int]], durable: bool) -> tuple[Digests, list[str]]:
     """Digests of a file, taken while the system writes it to the disk."""
     if not durable:
         return _digests(fd, size, spans)
@@ -251,11 +270,11 @@ def _synced(fd: int, size: int, spans: Sequence[tuple[int, int]], durable: bool)
     return digests
 
 
-def _digests(fd: int, size: int, spans: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
-    """sha256 of a file and xxh3_64 of byte spans in it (ascending, not overlapping), looking at every byte once."""
+def _digests(fd: int, size: int, spans: Sequence[tuple[int, int]]) -> tuple[Digests, list[str]]:
+    """Digests of a file and xxh3_64 of byte spans in it (ascending, not overlapping), looking at every byte once."""
     if os.fstat(fd).st_size != size:
         raise OSError(errno.EIO, f"the file has {os.fstat(fd).st_size} bytes, {size} were written")
-    whole, sums = hashlib.sha256(), []
+    whole, sums = _Whole(), []
     with mmap.mmap(fd, size, prot=mmap.PROT_READ) as pages, memoryview(pages) as data:
 
         def feed(start: int, stop: int, extra: xxhash.xxh3_64 | None = None) -> None:
@@ -273,4 +292,4 @@ def _digests(fd: int, size: int, spans: Sequence[tuple[int, int]]) -> tuple[str,
             sums.append(one.hexdigest())
             at = start + length
         feed(at, size)
-    return whole.hexdigest(), sums
+    return whole.digests, sums

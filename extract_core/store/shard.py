@@ -73,10 +73,11 @@ class SealedSegment:
 
 @dataclass(frozen=True)
 class SealedShard:
-    """A finished shard file, still under its temporary name."""
+    """A finished shard file, still under its temporary name; both digests are of the whole file, in hex."""
 
     path: Path
     sha256: str
+    xxh3_128: str
     nbytes: int
     rows: int
     segments: list[SealedSegment]

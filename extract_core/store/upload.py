@@ -3,7 +3,8 @@
 Memory: at most ``PARALLEL`` parts and as much again in the client's buffers. The file is read once, in order; what is
 hashed is what is sent. Checks, all of them always:
 
-* sha256 of the whole file while it is read, compared with the one in its name: a spool that lost bits is noticed;
+* a digest of the whole file while it is read (xxh3_128 of when it was finished, else the sha256 in its name): a spool
+  that lost bits is noticed;
 * md5 of each part, sent along (the store refuses other bytes) and compared with the part's ETag;
 * the finished object's ETag (the md5 of the parts' md5s) and size;
 * where ETags are no md5 (encryption with a key of the user's): the parts' checksums of the store's answers;
@@ -26,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import xxhash
 
 from extract_core.errors import CorruptDataError, StoreError, StoreUnavailableError
 from extract_core.store import s3
@@ -50,19 +53,27 @@ class Part:
     data: bytes
 
 
+@dataclass(frozen=True)
+class Known:
+    """Digests that the bytes of a file must have, in hex; None where nothing is known."""
+
+    sha256: str | None = None
+    xxh3_128: str | None = None
+
+
 class Source:
     """A finished local file, read once and in order.
 
     Args:
         path: the file.
-        sha256: what its bytes must have; None where nothing is known.
+        known: what its bytes must have.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, sha256: str | None = None):
-        self.path, self.expected = path, sha256
+    def __init__(self, path: Path, known: Known = Known()):
+        self.path, self._known = path, known
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.size = os.fstat(self._fd).st_size
         self.part_bytes = max(PART_BYTES, -(-self.size // MOST_PARTS))
@@ -75,17 +86,19 @@ class Source:
         os.close(self._fd)
 
     def parts(self) -> Iterator[Part]:
-        """All parts; ``sha256`` is known at the end.
+        """All parts; ``sha256`` of the file is known at the end.
 
         Raises:
             CorruptDataError: the file is shorter than it was, or is not what its digest says.
         """
-        whole = hashlib.sha256()
+        # Where the sha256 is known, ten times faster xxh3 proves as well that these are the same bytes.
+        quick = self._known.sha256 is not None and self._known.xxh3_128 is not None
+        whole = xxhash.xxh3_128() if quick else hashlib.sha256()
         for number, start in enumerate(range(0, self.size, self.part_bytes) if self.size else (0,), 1):
             data = self._read(start, min(self.part_bytes, self.size - start))
             whole.update(data)
             if start + len(data) == self.size:
-                self._finish(whole.hexdigest())
+                self._finish(whole.hexdigest(), self._known.xxh3_128 if quick else self._known.sha256)
             yield Part(number, data)
 
     def _read(self, start: int, nbytes: int) -> bytes:
@@ -100,11 +113,11 @@ class Source:
             data += more
         return data
 
-    def _finish(self, digest: str) -> None:
-        self.sha256 = digest
-        if self.expected is not None and digest != self.expected:
+    def _finish(self, digest: str, expected: str | None) -> None:
+        self.sha256 = self._known.sha256 or digest
+        if expected is not None and digest != expected:
             raise CorruptDataError(
-                f"{self.path} has sha256 {digest}, but {self.expected} was written; the spool's disk or memory lost "
+                f"{self.path} has digest {digest}, but {expected} was written; the spool's disk or memory lost "
                 "bits, or another program wrote to it. Nothing was stored: check the disk and run again"
             )
 
@@ -136,15 +149,15 @@ class S3Upload:
         self._on_bytes = on_bytes or (lambda _: None)
         self._failed = threading.Event()
 
-    def run(self, local: Path, sha256: str | None = None) -> None:
+    def run(self, local: Path, known: Known = Known()) -> None:
         """Upload a file; returns when the store holds all of it, checked.
 
         Raises:
-            CorruptDataError: the local file is not what ``sha256`` says; nothing is stored.
+            CorruptDataError: the local file is not what is known of it; nothing is stored.
             UploadMismatchError: the bytes were damaged on their way, again and again; nothing is stored.
             OSError, StoreError: as the client or this machine said.
         """
-        with Source(local, sha256) as source:
+        with Source(local, known) as source:
             if source.size <= source.part_bytes:
                 self._single(source)
                 return
@@ -348,16 +361,16 @@ def other_store(
     local: Path,
     *,
     retry: Retry,
-    sha256: str | None = None,
+    known: Known = Known(),
     on_bytes: OnBytes | None = None,
 ) -> None:
     """Upload to a store that is not S3: by its own client, then the object is read back and compared.
 
     Raises:
-        CorruptDataError: the local file is not what ``sha256`` says; nothing is stored.
+        CorruptDataError: the local file is not what is known of it; nothing is stored.
         UploadMismatchError: the store holds other bytes, after several tries; they are removed.
     """
-    with Source(local, sha256) as source:
+    with Source(local, known) as source:
         for _ in source.parts():
             pass
 

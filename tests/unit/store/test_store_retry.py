@@ -1,11 +1,13 @@
-import pytest
+
+import hashlibimport pytest
+import xxhash
 
 from extract_core.errors import CorruptDataError, SettingsError, StoreUnavailableError, UploadMismatchError
 from extract_core.store.failures import failure, is_transient, mismatch
 from extract_core.store.protocols import refuse_as_output
 from extract_core.store.retry import Retry
 from extract_core.store.root import Root
-from extract_core.store.upload import Source
+from extract_core.store.upload import Known, Source
 from extract_core.store.verify import verify
 from tests.unit.store.kit import make_dataset
 
@@ -110,3 +112,18 @@ def test_source_that_shrinks(tmp_path):
         path.write_bytes(bytes(100))
         with pytest.raises(CorruptDataError, match="ends at byte"):
             list(parts)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_source_that_lost_bits_since_it_was_finished(tmp_path, quick):
+    data = bytes(range(256)) * 2**17
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    sha256 = hashlib.sha256(data).hexdigest()
+    known = Known(sha256, xxhash.xxh3_128_hexdigest(data) if quick else None)
+    with Source(path, known) as source:
+        assert b"".join(part.data for part in source.parts()) == data
+        assert source.sha256 == sha256
+    path.write_bytes(data[:-1] + b"x")
+    with Source(path, known) as source, pytest.raises(CorruptDataError, match="was written"):
+        list(source.parts())
