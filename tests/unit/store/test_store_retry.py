@@ -1,5 +1,6 @@
+import hashlib
 
-import hashlibimport pytest
+import pytest
 import xxhash
 
 from extract_core.errors import CorruptDataError, SettingsError, StoreUnavailableError, UploadMismatchError
