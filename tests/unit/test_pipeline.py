@@ -131,12 +131,12 @@ def test_a_commit_goes_on_after_the_store_was_away(job: Job, step: str, monkeypa
     calls = 0
     real = getattr(Root, step)
 
-    def away_once(self: Root, *arguments: object) -> object:
+    def away_once(self: Root, *arguments: object, **options: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise StoreUnavailableError("the store is away")
-        return real(self, *arguments)
+        return real(self, *arguments, **options)
 
     shard = captured(job, 0, spoil=first_of(job, 0))
     monkeypatch.setattr(Root, step, away_once)

@@ -3,6 +3,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -192,10 +193,7 @@ def test_killed_at_every_step(tmp_path):
 
         def fresh_shards(spool=spool):
             shutil.copytree(tmp_path / "templates", spool, dirs_exist_ok=True)
-            return [
-                (type(s)(spool / s.path.name, s.sha256, s.nbytes, s.rows, s.segments), made, pieces)
-                for s, made, pieces in templates
-            ]
+            return [(replace(s, path=spool / s.path.name), made, pieces) for s, made, pieces in templates]
 
         def work(root=root, who=who, base=base, step=step, fresh_shards=fresh_shards):
             shards = fresh_shards()
