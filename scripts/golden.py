@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # at the end: an older checkout may come first
 
@@ -34,8 +35,8 @@ def make_model(folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
     from transformers import PreTrainedTokenizerFast
 
-    tiny.HIDDEN = HIDDEN
-    tiny._make(folder)
+    with mock.patch.object(tiny, "HIDDEN", HIDDEN):
+        tiny._make(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][tokenizer.convert_tokens_to_ids(BAD)] = torch.nan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -43,19 +44,41 @@ LIMITS = {"memory MiB": 100.0, "open files": 20.0, "tokens a second": None}
 """Most growth from warm-up to end; throughput may lose a fifth of its mean."""
 
 
+PROBE = bytes(16 * 2**20)
+
+
 class Sampler:
-    """Takes memory and open files every few seconds, and the tokens extracted so far."""
+    """Takes memory, open files and the machine's speed every few seconds, and the rate of each job.
+
+    Other programs come and go on a shared machine: a job's tokens a second are told as they would have been at the
+    machine's usual speed, which is that of one thread hashing ``PROBE``.
+    """
 
     def __init__(self, interval_s: float):
         self.interval_s, self.started = interval_s, time.monotonic()
         self.rows: list[tuple[float, float, float]] = []
-        self.rates: list[tuple[float, float]] = []
+        self.speeds: list[tuple[float, float]] = []
+        self.rates: list[tuple[float, float, float]] = []
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval_s):
             self.rows.append((self.now, rss() / 2**20, len(os.listdir("/proc/self/fd"))))
+            began = time.perf_counter()
+            hashlib.sha256(PROBE).digest()
+            self.speeds.append((self.now, len(PROBE) / 1e6 / (time.perf_counter() - began)))
+
+    def job(self, began: float, tokens: int) -> None:
+        """A job that began at ``now`` seconds has ended."""
+        during = [speed for at, speed in self.speeds if at >= began]
+        speed = float(np.mean(during)) if during else self.speeds[-1][1] if self.speeds else 1.0
+        self.rates.append((self.now, tokens / (self.now - began), speed))
+
+    def at_usual_speed(self) -> list[tuple[float, float]]:
+        """Seconds and tokens a second of each job."""
+        usual = float(np.median([speed for _, _, speed in self.rates]))
+        return [(at, rate * usual / speed) for at, rate, speed in self.rates]
 
     @property
     def now(self) -> float:
@@ -170,7 +193,7 @@ class Soak:
     def _one(self, number: int, folder: spool.RunFolder) -> None:
         path, url = self.job(number)
         settings = load_job(path, {"root": url})
-        began = time.monotonic()
+        began = self.sampler.now
         self.proxy.rates = dict(RATES)
         for _ in range(5):
             try:
@@ -188,7 +211,7 @@ class Soak:
             raise AssertionError(f"job {number} did not come to its end in 5 runs")
         self.jobs += 1
         self.tokens += manifest.totals.tokens
-        self.sampler.rates.append((self.sampler.now, manifest.totals.tokens / (time.monotonic() - began)))
+        self.sampler.job(began, manifest.totals.tokens)
         self.proxy.quiet()
         if number % 3 == 0:
             self._killed_run(number)
@@ -225,10 +248,11 @@ class Soak:
                     self.faults["engines killed"] += 1
 
     def _document(self) -> dict[str, Any]:
-        jobs = [at for at, _ in self.sampler.rates]
+        jobs = [at for at, _, _ in self.sampler.rates]
         warm_up = min(max(min(self.seconds / 4, 300.0), *jobs[:4]), self.sampler.now * 0.6)
         rows = [row for row in self.sampler.rows if row[0] >= warm_up]
-        rates = [row for row in self.sampler.rates if row[0] >= warm_up] or self.sampler.rates
+        usual = self.sampler.at_usual_speed()
+        rates = [row for row in usual if row[0] >= warm_up] or usual
         series = {
             "memory MiB": [(t, memory) for t, memory, _ in rows],
             "open files": [(t, files) for t, _, files in rows],
@@ -248,6 +272,7 @@ class Soak:
             "interval_s": self.sampler.interval_s,
             "warm_up_s": warm_up,
             "lines": lines,
+            "rates": [[round(value, 1) for value in row] for row in self.sampler.rates],
             "samples": [
                 [round(value, 1) for value in row] for row in self.sampler.rows[:: 1 + len(self.sampler.rows) // 200]
             ],
