@@ -110,6 +110,7 @@ def soak(document: dict[str, Any]) -> str:
             "| | fitted at the start | at the end | slope an hour | limit | flat |",
             "|---|---:|---:|---:|---:|---|",
             *rows,
+            *(["", document["note"]] if document.get("note") else []),
         ]
     )
 

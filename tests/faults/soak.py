@@ -44,6 +44,8 @@ LIMITS = {"memory MiB": 100.0, "open files": 20.0, "tokens a second": None}
 """Most growth from warm-up to end; throughput may lose a fifth of its mean."""
 
 
+FEWEST_JOBS = 12
+"""Jobs without which nothing can be said of throughput."""
 PROBE = bytes(16 * 2**20)
 
 
@@ -261,7 +263,7 @@ class Soak:
         lines = {
             name: fitted(points, LIMITS[name], self.sampler.now - warm_up)
             for name, points in series.items()
-            if len(points) > 1
+            if len(points) >= (FEWEST_JOBS if name == "tokens a second" else 2)
         }
         return {
             "minutes": self.sampler.now / 60,
