@@ -127,7 +127,9 @@ def _read_all(root: Root) -> None:
 def _items(dataset: HiddenStatesDataset) -> Any:
     for position in range(len(dataset)):
         yield dataset[position]
-    _ = dataset.final_norm.apply(torch.zeros(1, dataset.manifest.hidden_size))
+    norm = dataset.manifest.final_norm
+    if norm is not None and norm.kind != "unknown":  # a version may honestly not have one
+        _ = dataset.final_norm.apply(torch.zeros(1, dataset.manifest.hidden_size))
 
 
 def _tag_seeds(folder: Path) -> list[bytes]:
