@@ -11,6 +11,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 SOAK = ROOT / "benchmarks" / "results" / "soak.json"
+NOTE = ROOT / "benchmarks" / "results" / "faults-note.md"
+"""By hand: what of the suite was not run in this measurement, and why."""
 PAGE = ROOT / "docs" / "reliability.md"
 
 HEAD = """\
@@ -131,6 +133,8 @@ def page() -> str:
     ]
     if text := notes(families):
         parts.append(f"\nNotes:\n\n{text}")
+    if NOTE.exists():
+        parts.append("\n" + NOTE.read_text(encoding="utf-8").rstrip())
     if SOAK.exists():
         parts.append("\n" + soak(json.loads(SOAK.read_text(encoding="utf-8"))))
     return "\n".join(parts).rstrip() + "\n"
