@@ -407,12 +407,12 @@ def stray_engines(found: list[ProcessInfo]) -> Iterator[Finding]:
 
 def leftovers(root: str | None) -> Iterator[Finding]:
     """Files that killed runs left in the temporary folder and in a local root's spool."""
-    from extract_core.spool import ended_runs
+    from extract_core.spool import ended_runs, temp_spool
 
     temp = Path(tempfile.gettempdir())
     dead: list[Path] = []
     for folder in (
-        temp / "coresample-spool",
+        temp_spool(),
         *([Path(root).expanduser() / ".spool"] if root and "://" not in root else []),
     ):
         dead += ended_runs(folder)

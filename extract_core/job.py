@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from extract_core.planning.plan import Plan, load_plan, make_plan, read_plan_met
 from extract_core.planning.sizes import Demand, EngineSizes, demand_of, engine_sizes
 from extract_core.progress import reporter
 from extract_core.settings import EngineSettings, JobSettings
-from extract_core.spool import SpoolLimit
+from extract_core.spool import SpoolLimit, temp_spool
 from extract_core.store import layout
 from extract_core.store.encoding import NONE, Encoding
 from extract_core.store.objects import lost_objects
@@ -138,7 +137,7 @@ class Job:
         if chosen is not None:
             return Path(chosen).expanduser()
         self.root.check_inside(".spool/run")
-        return self.root.local_path(".spool") or Path(tempfile.gettempdir()) / "coresample-spool"
+        return self.root.local_path(".spool") or temp_spool()
 
     @cached_property
     def spool_limit(self) -> SpoolLimit:

@@ -20,7 +20,7 @@ from extract_core.store import layout
 from extract_core.store.encoding import NONE
 from extract_core.store.index import read_index
 from extract_core.store.norms import StoredNorm, read_norm
-from extract_core.store.shard import RowFormat, ShardReader
+from extract_core.store.shard import ShardReader
 from extract_core.store.tags import open_ref, tagged_version
 from extract_core.store.versions import read_manifest
 
@@ -75,7 +75,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         self._places = None if self.layer_ids == stored else [stored.index(k) for k in self.layer_ids]
         self._dtype, self._verify = dtype, verify
         self._sizes = {shard.sha256: shard.nbytes for shard in self.manifest.shards}
-        self._format = RowFormat(len(stored), self.manifest.hidden_size, self.manifest.dtype, self.manifest.encoding)
+        self._format = self.manifest.row_format
         self.index = self._choose(read_index(self.root, self.manifest), split)
         self._start()
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import struct
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,11 @@ class SpoolLimit:
     def admits(self, rows: int, waiting: Sequence[int]) -> bool:
         """Whether a shard of so many rows may begin while shards of ``waiting`` rows are not stored yet."""
         return not waiting or (len(waiting) <= self.shards and (rows + sum(waiting)) * self.row_bytes <= self.nbytes)
+
+
+def temp_spool() -> Path:
+    """The spool of jobs whose root is remote, and of what needs no root at all."""
+    return Path(tempfile.gettempdir()) / "coresample-spool"
 
 
 MOST_COMMITS = 64

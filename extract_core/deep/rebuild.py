@@ -21,7 +21,6 @@ from extract_core.planning.sizes import Device, demand_of, engine_sizes
 from extract_core.progress import reporter
 from extract_core.settings import EngineSettings, JobSettings, ModelSettings
 from extract_core.store.records import Manifest
-from extract_core.store.shard import DTYPES
 
 BATCH_BYTES = 256 * 2**20
 """Rows on the local disk at once, or one sample where that is more."""
@@ -92,7 +91,7 @@ def rebuild(
     found = _model(manifest, model)
     engine, notes = _engine(manifest, own)
     sizes_for = JobSettings.model_construct(engine=engine)
-    row_bytes = len(manifest.layer_ids) * manifest.hidden_size * DTYPES[manifest.dtype][1]
+    row_bytes = manifest.row_format.row_bytes
     longest = max(lengths)
     made = _made(manifest).get("max_model_len")
     max_model_len = made if isinstance(made, int) and made >= longest + 2 else min(longest + 2, found.max_length + 1)

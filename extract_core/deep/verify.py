@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from extract_core.errors import CaptureError, SettingsError
 from extract_core.job import new_attempt
 from extract_core.progress import reporter
 from extract_core.reader import HiddenStatesDataset
-from extract_core.store.shard import DTYPES
 from extract_core.store.unsealed import UnsealedShard
 
 SAMPLES = 16
@@ -86,7 +83,7 @@ def verify_deep(
     positions = sorted(int(position) for position in chosen)
     lengths = dataset.index.column("n_tokens").to_numpy()
     report = DeepReport(dataset.root.url, manifest.version, seed, len(positions))
-    scratch = Path(tempfile.gettempdir()) / "coresample-spool"
+    scratch = spool.temp_spool()
     rebuilt = rebuild(
         manifest,
         [int(lengths[position]) for position in positions],
@@ -125,8 +122,7 @@ def verify_deep(
 
 
 def _batches(positions: list[int], lengths: np.ndarray[Any, Any], dataset: HiddenStatesDataset) -> Iterator[list[int]]:
-    manifest = dataset.manifest
-    row_bytes = len(manifest.layer_ids) * manifest.hidden_size * DTYPES[manifest.dtype][1]
+    row_bytes = dataset.manifest.row_format.row_bytes
     batch: list[int] = []
     for position in positions:
         if batch and int(lengths[[*batch, position]].sum()) * row_bytes > BATCH_BYTES:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
 from extract_core.store.encoding import NONE, Encoding, encodes
-from extract_core.store.shard import DTYPES
+from extract_core.store.shard import RowFormat
 
 LAYER_MEANING = (
     "Layer id k is the residual stream after k decoder blocks: 0 is the embeddings, k is hidden_states[k] of a Hugging "
@@ -246,7 +246,7 @@ class CommitRecord(_Record):
         if len(set(ids)) != len(ids):
             raise ValueError(f"samples are repeated: {sorted(i for i, n in Counter(ids).items() if n > 1)[:5]}")
         _check_encoding(self.encoding, self.dtype)
-        row_bytes = len(self.layer_ids) * self.hidden_size * DTYPES[self.dtype][1]
+        row_bytes = RowFormat(len(self.layer_ids), self.hidden_size, self.dtype, self.encoding).row_bytes
         for sample in self.samples:
             if len(sample.norm_mean) != len(self.layer_ids):
                 raise ValueError(f"sample {sample.sample_id} has norms of {len(sample.norm_mean)} layers")
@@ -355,6 +355,11 @@ class Manifest(_Record):
     checks: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
     timings: dict[str, float] = {}
+
+    @property
+    def row_format(self) -> RowFormat:
+        """How its rows are stored."""
+        return RowFormat(len(self.layer_ids), self.hidden_size, self.dtype, self.encoding)
 
     @property
     def objects(self) -> dict[str, int]:

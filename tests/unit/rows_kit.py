@@ -21,6 +21,8 @@ from extract_core.progress import Reporter, reporter, set_reporter
 from extract_core.settings import JobSettings
 from extract_core.store.writer import ShardWriter
 
+from .cli import kit
+
 
 class Rows:
     """Stands where a run has its ``EngineSupervisor``: rows follow from the sample's id alone.
@@ -133,3 +135,16 @@ def run(settings: JobSettings, *, repair: bool = False, **options: Any) -> tuple
 def requested(engines: list[Rows]) -> list[list[str]]:
     """The samples of every request to the engines."""
     return [[sample.sample_id for sample in request.samples] for engine in engines for request in engine.requests]
+
+
+def ten_chats(folder: Path) -> JobSettings:
+    """A job of ten chats in several shards that publishes half of them if it must."""
+    kit.make_model(folder / "model")
+    kit.make_chats(folder / "chats.jsonl", 10)
+    path = kit.write_job(folder / "job.yaml", layers=[1, 2, 5], store__shard_bytes="20KiB", completeness=0.5)
+    return kit.settings(path)
+
+
+def ids(job: Job, shard: int) -> list[str]:
+    """Sample ids of a planned shard."""
+    return [str(name) for name in job.plan.shard(shard)["sample_id"].to_pylist()]

@@ -19,28 +19,19 @@ from extract_core.store.gc import Policy, collect, survey
 from extract_core.store.root import Root
 from extract_core.store.verify import verify
 from extract_core.store.versions import list_versions, read_manifest
-from tests.unit.rows_kit import Rows, requested, run
+from tests.unit.rows_kit import Rows, ids, requested, run, ten_chats
 from tests.unit.store.test_store_publish import die_at, in_child
 from tests.unit.store.versions_kit import age
-
-from .cli import kit
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> JobSettings:
-    kit.make_model(tmp_path / "model")
-    kit.make_chats(tmp_path / "chats.jsonl", 10)
-    path = kit.write_job(tmp_path / "job.yaml", layers=[1, 2, 5], store__shard_bytes="20KiB", completeness=0.5)
-    return kit.settings(path)
+    return ten_chats(tmp_path)
 
 
 @pytest.fixture
 def job(settings: JobSettings) -> Job:
     return prepare(settings)
-
-
-def ids(job: Job, shard: int) -> list[str]:
-    return [str(name) for name in job.plan.shard(shard)["sample_id"].to_pylist()]
 
 
 def file_of(job: Job, shard: int, round: int = 0) -> str:

@@ -3,17 +3,15 @@
 import hashlib
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from extract_core.errors import AlreadyExistsError
 from extract_core.store.gc import Policy, survey
 from extract_core.store.publisher import sole_publisher
 from extract_core.store.root import Root
 from extract_core.store.verify import verify
 from tests.faults.radosgw import RadosGateway, Unavailable
-from tests.unit.store.kit import make_dataset
+from tests.unit.store.kit import make_dataset, race_to_create
 
 pytestmark = [pytest.mark.integration, pytest.mark.system, pytest.mark.slow]
 
@@ -57,18 +55,7 @@ def test_uploads(root, tmp_path, nbytes):
 def test_exclusive_create(root):
     assert root.probe_exclusive() is True
 
-    def create(number):
-        try:
-            root.create_exclusive("versions/000001.json", b"%d" % number)
-        except AlreadyExistsError as error:
-            return error.existing
-        return None
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(create, range(16)))
-    winner = answers.index(None)
-    assert answers.count(None) == 1
-    assert set(answers) == {None, b"%d" % winner}
+    race_to_create(root, "versions/000001.json", 16)
     with sole_publisher(root):
         assert root.list("publishers") == []
 

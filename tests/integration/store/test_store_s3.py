@@ -6,12 +6,11 @@ import subprocess
 import sys
 import textwrap
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from extract_core.errors import AlreadyExistsError, CorruptDataError, StoreError, StoreUnavailableError
+from extract_core.errors import CorruptDataError, StoreError, StoreUnavailableError
 from extract_core.reader import HiddenStatesDataset
 from extract_core.store import layout
 from extract_core.store.commits import read_commits, write_commit
@@ -29,6 +28,7 @@ from tests.unit.store.kit import (
     index_table,
     make_dataset,
     make_shard,
+    race_to_create,
 )
 
 pytestmark = pytest.mark.integration
@@ -86,18 +86,7 @@ def test_exclusive_create(root):
     assert root.probe_exclusive() is True
     assert root.list(layout.PROBES) == []
 
-    def create(number):
-        try:
-            root.create_exclusive("versions/000001.json", b"%d" % number)
-        except AlreadyExistsError as error:
-            return error.existing
-        return None
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(create, range(16)))
-    winner = answers.index(None)
-    assert answers.count(None) == 1
-    assert set(answers) == {None, b"%d" % winner}
+    race_to_create(root, "versions/000001.json", 16)
 
 
 LOADERS = """

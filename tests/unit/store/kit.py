@@ -1,6 +1,7 @@
 """Makes small but whole datasets with the store's own functions, for the tests of store, reader and checks."""
 
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import torch
 
 from extract_core.checks.rows import SampleStats, check_sample_rows
+from extract_core.errors import AlreadyExistsError
 from extract_core.store import layout
 from extract_core.store.commits import ShardCommits, read_commits, write_commit
 from extract_core.store.index import INDEX_SCHEMA, write_index
@@ -82,6 +84,24 @@ def make_shard(
     made[-1] = Sample(made[-1].sample_id, tokens[a:b], np.ones(b - a, dtype=np.uint8), states[a:b])
     pieces = [[0, i] for i in range(1, samples)] + [[samples]]
     return sealed, made, pieces
+
+
+def race_to_create(root: Root, rel: str, tries: int) -> int:
+    """Create one record from eight threads; exactly one wins, and all others are told its bytes. The winner."""
+
+    def create(number: int) -> bytes | None:
+        try:
+            root.create_exclusive(rel, b"%d" % number)
+        except AlreadyExistsError as error:
+            return error.existing
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(create, range(tries)))
+    winner = answers.index(None)
+    assert answers.count(None) == 1
+    assert set(answers) == {None, b"%d" % winner}
+    return winner
 
 
 def make_norm() -> StoredNorm:

@@ -3,7 +3,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from extract_core.errors import (
 )
 from extract_core.store.failures import failure
 from extract_core.store.root import Root
+from tests.unit.store.kit import race_to_create
 
 
 @pytest.fixture
@@ -82,18 +82,7 @@ def test_names_stay_inside_the_root(root, rel):
 
 
 def test_exclusive_create_has_one_winner(root):
-    def attempt(number):
-        try:
-            root.create_exclusive("versions/000001.json", b"%d" % number)
-        except AlreadyExistsError as error:
-            return error.existing
-        return None
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(attempt, range(32)))
-    winner = answers.index(None)
-    assert answers.count(None) == 1
-    assert set(answers) == {None, b"%d" % winner}
+    winner = race_to_create(root, "versions/000001.json", 32)
     assert root.read_bytes("versions/000001.json") == b"%d" % winner
     assert os.listdir(Path(root.url) / "versions") == ["000001.json"]  # no temporary files stay
 
