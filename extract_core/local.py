@@ -120,8 +120,10 @@ def extract(
     progress = ShardProgress(todo)
     with ExitStack() as stack:
         folder = stack.enter_context(spool.RunFolder(job.spool))
+        abandon: Callable[[], None] = lambda: None  # an engine of the caller's stays up
         if engine is None:
             engine = stack.enter_context(pipeline.make_supervisor(job, folder))
+            abandon = engine.kill
         if not engine.preflight:
             with clock.stage("preflight_s"):
                 with_retries(partial(pipeline.preflight, job, engine, folder))
@@ -134,7 +136,7 @@ def extract(
             return committer.submit(with_retries, partial(pipeline.commit_shard, job, captured))
 
         with clock.stage("extraction_s"):
-            run_shards(todo, capture, commit, progress.shard_done, job.spool_limit)
+            run_shards(todo, capture, commit, progress.shard_done, job.spool_limit, abandon=abandon)
         clock.engine_starts[:] = engine.start_seconds
 
 
@@ -162,12 +164,14 @@ def run_shards(
     commit: Callable[[Captured], Waitable],
     on_captured: Callable[[S], None],
     limit: spool.SpoolLimit,
+    abandon: Callable[[], None] = lambda: None,
 ) -> None:
     """Capture shards one after the other; each is committed while the next ones are captured.
 
     The next shard begins when there is room for it in the spool: a store that is slower than the engine holds the
     engine back. A failure ends the loop; what was captured before it is still committed, and whatever else fails then
-    is told as a note, so that the first failure is the one raised.
+    is told as a note, so that the first failure is the one raised. ``abandon`` is called first then: nothing more will
+    be captured, and whoever cancelled wants the accelerator back before the last shards are stored.
     """
     waiting: deque[tuple[S, Captured, Waitable]] = deque()
     waited = 0.0
@@ -185,6 +189,7 @@ def run_shards(
             waiting[0][2].result()
             waiting.popleft()
     except BaseException as first:
+        abandon()
         for _, captured, under_way in waiting:
             try:
                 under_way.result()

@@ -12,8 +12,7 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from extract_core import pipeline, spool
-from extract_core.job import Job
-from extract_core.local import RunResult, run_shards
+from extract_core.local import RunResult
 from extract_core.progress import reporter
 from extract_core.provenance import RunClock
 from extract_core.settings import JobSettings
@@ -22,8 +21,9 @@ from extract_core.store.publisher import sole_publisher
 from extract_core.store.records import Manifest
 from extract_core.store.versions import latest_version
 from flows.server import end_server_with_run
+from flows.shards import extract_shards
 from tasks import artifacts
-from tasks.extract import capture_shard, commit_shard, find_damage, outstanding, plan_job, preflight, publish, validate
+from tasks.extract import find_damage, outstanding, plan_job, publish, validate
 
 
 @flow(
@@ -53,7 +53,7 @@ def extract(settings: JobSettings, repair: bool = False) -> RunResult:
     if work.existing is not None and work.nothing:
         return result(work.existing, new=False)
     with sole_publisher(job.root):
-        extract_shards(job, work.tasks, clock)
+        extract_shards(job, work.tasks, lambda: artifacts.ProgressArtifact(job, work.tasks), clock)
         artifacts.shard_table(job, read_commits(job.root, job.plan.fingerprint))
         if (existing := pipeline.settled(job, work)) is not None:
             return result(existing, new=False, shards=len(work.tasks))
@@ -63,26 +63,6 @@ def extract(settings: JobSettings, repair: bool = False) -> RunResult:
         reporter().stage("Publishing")
         manifest = publish(job, report, started, damage, clock)
     return result(manifest, new=manifest.version > before, shards=len(work.tasks))
-
-
-def extract_shards(job: Job, todo: list[pipeline.ShardTask], clock: RunClock) -> None:
-    """Every shard that is left, one after the other; a shard is committed while the next is captured."""
-    if not todo:
-        return
-    spool.clean(job.spool)
-    progress = artifacts.ProgressArtifact(job, todo)
-    with spool.RunFolder(job.spool) as folder, pipeline.make_supervisor(job, folder) as engine:
-        with clock.stage("preflight_s"):
-            preflight(job, engine, folder)
-        with clock.stage("extraction_s"):
-            run_shards(
-                todo,
-                lambda task: capture_shard(job, engine, folder, task, progress),
-                lambda captured: commit_shard.submit(job, captured),
-                progress.shard_done,
-                job.spool_limit,
-            )
-        clock.engine_starts[:] = engine.start_seconds
 
 
 def run_flow(settings: JobSettings, *, repair: bool = False) -> RunResult:

@@ -6,6 +6,7 @@ failed with error ..., please check the stack trace above for the root cause".
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 from dataclasses import dataclass
@@ -137,6 +138,15 @@ def last_error(text: str) -> str:
         if match and match["level"] in ("ERROR", "CRITICAL") and (line := raw[match.end() :].strip()):
             return f"{line} ({match['who']})" if match["who"] else line
     return ""
+
+
+def warning_line(raw: str) -> tuple[int, str] | None:
+    """A line that vLLM logged as a warning or worse: its level (of ``logging``) and its text; None for any other."""
+    match = _PREFIX.match(raw)
+    level = logging.getLevelNamesMapping().get((match["level"] or "").strip()) if match else None
+    if match is None or level is None or level < logging.WARNING or not (line := raw[match.end() :].strip()):
+        return None
+    return level, shortened(f"{line} ({match['who']})" if match["who"] else line, _LONGEST_LINE)
 
 
 def stack_dump(text: str) -> str:

@@ -43,6 +43,8 @@ def main(fd: int) -> int:
         if not isinstance(spec, EngineSpec):
             raise TypeError(f"the first message must be an EngineSpec, got {type(spec).__name__}")
         send(host, Starting("importing vLLM"))
+        from vllm.v1.engine import core as _  # noqa: F401 -- seconds, which are not to be told as loading the model
+
         from extract_core.engine.driver import EngineDriver
 
         send(host, Starting("loading the model"))

@@ -129,6 +129,11 @@ class EngineSupervisor:
         """Samples that took an engine with them often enough to be left out."""
         return sorted(sample for sample, times in self.kills.items() if times >= KILLS_TO_QUARANTINE)
 
+    def kill(self) -> None:
+        """End the engine now, without asking it; its log stays."""
+        if self._engine is not None:
+            self._engine.kill()
+
     def close(self) -> None:
         """End the engine and its group; the log folder stays only if an engine failed."""
         if self._engine is not None:

@@ -206,6 +206,20 @@ def read_commits(
     return {shard: ShardCommits(tuple(rounds)) for shard, rounds in records.items()}
 
 
+def read_commit(root: Root, fingerprint: str, shard: int, round: int = 0) -> CommitRecord | None:
+    """One commit record; None where there is none.
+
+    Raises:
+        CorruptDataError: it is damaged or belongs to another plan, shard or round.
+    """
+    rel = layout.commit_path(fingerprint, shard, round)
+    try:
+        data = root.read_bytes(rel, most=MAX_RECORD_BYTES)
+    except FileNotFoundError:
+        return None
+    return _load(root, rel, data, fingerprint, shard, round)
+
+
 def _read_listed(root: Root, rel: str) -> bytes | None:
     """A record that was listed a moment ago; None where it stays away, since it is being replaced.
 

@@ -60,6 +60,9 @@ class RandomRows:
     def __exit__(self, *_: object) -> None:
         """Nothing to end."""
 
+    def kill(self) -> None:
+        """Nothing to end."""
+
     def suspects(self) -> list[str]:
         """No engine died."""
         return []

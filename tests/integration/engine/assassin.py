@@ -43,6 +43,7 @@ class Assassin:
     def __init__(self, blows: list[dict[str, Any]], events: Path):
         self._blows, self._events = blows, events
         self._doing = ""
+        self._doomed: int | None = None
         self._lock = threading.Lock()
 
     def note(self, event: str, **more: Any) -> None:
@@ -54,9 +55,10 @@ class Assassin:
         """A moment has come: strike if the next blow is for it, at once or after its delay."""
         self._doing = name
         self.note(name, group=engine.pid, cpu_s=cpu_s(engine.pid or 0))
-        if not self._blows or self._blows[0]["moment"] != name or engine.pid is None:
-            return
+        if not self._blows or self._blows[0]["moment"] != name or engine.pid in (None, self._doomed):
+            return  # no blow for an engine that is to get one already: it would be gone before the second
         blow, group = self._blows.pop(0), engine.pid
+        self._doomed = group
         if now:
             self._strike(blow, group)
             # An idle engine that was killed must be gone before the run goes on, or the blow falls into the shard.

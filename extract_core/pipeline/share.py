@@ -1,0 +1,74 @@
+"""Part of a plan for one of several workers: which of its tasks, and whether another worker did one meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from extract_core.errors import CorruptDataError
+from extract_core.job import Job
+from extract_core.pipeline.todo import ShardTask, open_shards
+from extract_core.progress import reporter
+from extract_core.store import layout
+from extract_core.store.commits import read_commit
+
+
+def share_of(job: Job, names: Sequence[str]) -> list[ShardTask]:
+    """The tasks of these names that are still open, in the order of the names."""
+    tasks = {task.name: task for task in open_shards(job)}
+    return [tasks[name] for name in names if name in tasks]
+
+
+def is_committed(job: Job, task: ShardTask) -> bool:
+    """Whether a commit record stands that this task would not replace."""
+    try:
+        record = read_commit(job.root, job.plan.fingerprint, task.shard, task.round)
+    except CorruptDataError:
+        return False  # to be replaced, or told when the task is committed
+    return record is not None and record.attempt not in task.replaces
+
+
+def still_open(job: Job, tasks: Iterable[ShardTask]) -> Iterator[ShardTask]:
+    """The tasks one after the other, without those that another worker has committed by the time they come up."""
+    for task in tasks:
+        if is_committed(job, task):
+            reporter().note(f"shard {task.name} was committed by another worker")
+        else:
+            yield task
+
+
+class Committed:
+    """What of some tasks is committed, looked up again and again: one listing, and a read of what is new.
+
+    Args:
+        job: the job.
+        tasks: what is watched.
+    """
+
+    def __init__(self, job: Job, tasks: Iterable[ShardTask]):
+        self._job = job
+        self._waiting = {(task.shard, task.round): task for task in tasks}
+        self.quarantined = 0
+        """Samples that the tasks committed so far have left out."""
+
+    def look(self) -> list[str]:
+        """Names of the tasks that were committed since the last look.
+
+        Raises:
+            StoreError: the root cannot be read.
+        """
+        root, fingerprint = self._job.root, self._job.plan.fingerprint
+        found = []
+        for name in root.list(layout.commits_dir(fingerprint)):
+            key = layout.commit_shard(name)
+            task = self._waiting.get(key) if key is not None else None
+            if key is None or task is None:
+                continue
+            try:
+                record = read_commit(root, fingerprint, *key)
+            except CorruptDataError:
+                continue
+            if record is not None and record.attempt not in task.replaces:
+                found.append(task.name)
+                self.quarantined += len(record.excluded)
+                del self._waiting[key]
+        return found
