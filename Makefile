@@ -86,15 +86,15 @@ soak: env
 lock: env
 	@$(BIN)/python scripts/lock.py $(LOCKS)
 
-# The CPU side is proved by every installation (scripts/check_env.py); the CUDA side is resolved here without
-# downloading its wheels, with every pin held: pip must find exactly the lock.
+# The CPU side is proved by every installation (scripts/check_env.py); the CUDA side and the server's image are resolved
+# here without downloading their wheels, with every pin held: pip must find exactly the lock.
 lock-check: env
 	@$(BIN)/python scripts/lock.py --check --offline cpu dev demo
-	@$(BIN)/python scripts/lock.py --check cuda
+	@$(BIN)/python scripts/lock.py --check cuda server
 
 # Pins only: a lock is complete, so nothing has to be resolved.
 audit: env
-	@$(BIN)/pip-audit --no-deps --disable-pip -r requirements/cpu.lock -r requirements/dev.lock
+	@$(BIN)/pip-audit --no-deps --disable-pip -r requirements/cpu.lock -r requirements/dev.lock -r requirements/server.lock
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov

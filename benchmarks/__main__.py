@@ -1,4 +1,4 @@
-"""``python -m benchmarks [throughput] [memory] [store]``: prints figures, writes raw JSON to benchmarks/results/."""
+"""``python -m benchmarks [NAME ...]``: prints figures, writes raw JSON to benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import memory, store, throughput
+from benchmarks import memory, orchestration, store, throughput
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,8 +34,10 @@ def main() -> None:
                 result = memory.run(options.job, root, [])
             elif name == "store":
                 result = store.run(Path(options.dataset), root, options.rounds, options.parts.split(","))
+            elif name == "orchestration":
+                result = orchestration.run(options.rounds)
             else:
-                parser.error(f"unknown benchmark {name!r}; there are throughput, memory and store")
+                parser.error(f"unknown benchmark {name!r}; there are throughput, memory, store and orchestration")
         result |= {"date": time.strftime("%Y-%m-%d"), "cpu": platform.processor() or platform.machine()}
         file = RESULTS / f"{name}.json"
         if name == "store" and file.exists():  # parts that were not asked for stay as they were measured

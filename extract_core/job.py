@@ -17,16 +17,19 @@ from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.versions import installed_engine
 from extract_core.errors import CorruptDataError, RootConflictError, SettingsError
 from extract_core.hardware import disk_free, in_memory
+from extract_core.planning.base import FREE, NOTHING, Base, Pins, find_base, pins, positions_follow_length
 from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype, store_encoding
 from extract_core.planning.layers import resolve_layer_ids
+from extract_core.planning.making import make_plan
 from extract_core.planning.memory import MemoryPlan, machine, memory_plan, reference_bytes, wants_reference
-from extract_core.planning.model import ModelInfo, inspect_model
-from extract_core.planning.plan import Plan, load_plan, make_plan, read_plan_meta
+from extract_core.planning.model import ModelInfo, canonical_digest, inspect_model
+from extract_core.planning.plan import Plan, load_plan, read_plan_meta
 from extract_core.planning.sizes import Demand, EngineSizes, demand_of, engine_sizes
 from extract_core.progress import reporter
 from extract_core.settings import EngineSettings, JobSettings
 from extract_core.spool import SpoolLimit, temp_spool
 from extract_core.store import layout
+from extract_core.store.commits import DamagedRecord, read_commits
 from extract_core.store.encoding import NONE, Encoding
 from extract_core.store.objects import lost_objects
 from extract_core.store.protocols import refuse_as_output
@@ -296,6 +299,49 @@ def prepare(settings: JobSettings, *, repair: bool = False) -> Job:
     return Job(settings, root, checked.model, checked.layer_ids, spec, plan, notes)
 
 
+def planned(settings: JobSettings, fingerprint: str) -> Job:
+    """A job that another process has planned; neither its data nor its tokenizer are needed here.
+
+    Args:
+        settings: the job.
+        fingerprint: its plan's.
+
+    Raises:
+        SettingsError: there is no such plan, or this machine would compute other values than it was made for; the
+            message lists every field that differs.
+    """
+    root, model = open_root(settings), inspect_model(settings.model)
+    plan = load_plan(root, fingerprint)
+    if plan is None:
+        raise SettingsError(f"{root.url} holds no plan {fingerprint}; was it planned on another root?")
+    root.probe_exclusive()
+    refuse_extra(settings.engine.extra)
+    layer_ids = resolve_layer_ids(settings.layers, model.n_layers)
+    theirs = JobSpec(plan.meta.spec)
+    ours = job_spec(
+        settings,
+        model,
+        layer_ids=layer_ids,
+        max_length=theirs.document["samples"]["max_length"],
+        tokenizer=theirs.document["tokenizer"],
+        inputs=theirs.document["inputs"]["files"],
+        engine=installed_engine(),
+    )
+    if ours.fingerprint != fingerprint:
+        there, here = theirs.deciding, ours.deciding
+        differing = [
+            f"  {key}: planned {_brief(there.get(key))}, here {_brief(here.get(key))}"
+            for key in sorted(there.keys() | here.keys())
+            if canonical_digest(there.get(key)) != canonical_digest(here.get(key))
+        ]
+        raise SettingsError(
+            f"this machine would not extract what plan {fingerprint} of {root.url} says; it differs in\n"
+            + "\n".join(differing)
+            + "\nWorkers need the model files and the vLLM version of the process that planned"
+        )
+    return Job(settings, root, model, layer_ids, theirs, plan)
+
+
 def _probe(root: Root) -> None:
     """What a remote root can do, said aloud."""
     if root.is_local:
@@ -309,6 +355,7 @@ def _probe(root: Root) -> None:
 
 def _plan(settings: JobSettings, checked: Checked, spec: JobSpec) -> Plan:
     progress = reporter()
+    base, pinned = _stored(settings, checked, spec)
     progress.stage("Planning", total=settings.data.limit, unit="rows")
     items = read_samples(
         settings.data,
@@ -319,7 +366,27 @@ def _plan(settings: JobSettings, checked: Checked, spec: JobSpec) -> Plan:
         files=checked.files,
         on_progress=progress.advance,
     )
-    return make_plan(checked.root, spec, items, shard_bytes=settings.store.shard_bytes)
+    return make_plan(checked.root, spec, items, shard_bytes=settings.store.shard_bytes, base=base, pinned=pinned)
+
+
+def _stored(settings: JobSettings, checked: Checked, spec: JobSpec) -> tuple[Base, Pins]:
+    """What a new plan can refer to, and what one that is made again must keep to."""
+    root = checked.root
+    damaged: list[DamagedRecord] = []  # dealt with when the plan is there
+    own = read_commits(root, spec.fingerprint, damaged=damaged)
+    pinned = pins(own) if own else FREE
+    if not settings.store.reuse:
+        return NOTHING, pinned
+    open_ended = settings.engine.max_model_len is None and checked.max_length == checked.model.max_length
+    if open_ended and positions_follow_length(checked.model):
+        if root.list(layout.VERSIONS):
+            reporter().note(
+                f"{checked.model.name} encodes positions by the longest sample of a job, so what is stored is not used "
+                "again; set chat.max_length below the model's limit, or engine.max_model_len, to reuse it next time"
+            )
+        return NOTHING, pinned
+    reporter().stage("Looking for stored rows")
+    return find_base(root, spec), pinned
 
 
 def _tokenizer_settings(settings: JobSettings, model: ModelInfo) -> Any:

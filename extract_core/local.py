@@ -81,7 +81,7 @@ def run(settings: JobSettings, *, repair: bool = False) -> RunResult:
         job = with_retries(lambda: prepare(settings, repair=repair))
     damage = with_retries(lambda: pipeline.find_damage(job)) if repair else pipeline.SOUND
     before = latest_version(job.root) or 0
-    work = with_retries(lambda: pipeline.outstanding(job, damage))
+    work = with_retries(lambda: pipeline.outstanding(job, damage, adopt=True))
     if work.existing is not None and work.nothing:
         return result(work.existing, new=False)
     with sole_publisher(job.root):
@@ -113,17 +113,16 @@ def extract(
     """
     clock = clock or RunClock()
     if todo is None:
-        todo = pipeline.open_shards(job)
+        todo = pipeline.open_shards(job, adopt=True)
     if not todo:
         return
     spool.clean(job.spool)
     progress = ShardProgress(todo)
     with ExitStack() as stack:
         folder = stack.enter_context(spool.RunFolder(job.spool))
-        abandon: Callable[[], None] = lambda: None  # an engine of the caller's stays up
+        lent = engine is not None
         if engine is None:
             engine = stack.enter_context(pipeline.make_supervisor(job, folder))
-            abandon = engine.kill
         if not engine.preflight:
             with clock.stage("preflight_s"):
                 with_retries(partial(pipeline.preflight, job, engine, folder))
@@ -135,6 +134,7 @@ def extract(
         def commit(captured: Captured) -> Future[CommitRecord]:
             return committer.submit(with_retries, partial(pipeline.commit_shard, job, captured))
 
+        abandon = _nothing if lent else engine.kill
         with clock.stage("extraction_s"):
             run_shards(todo, capture, commit, progress.shard_done, job.spool_limit, abandon=abandon)
         clock.engine_starts[:] = engine.start_seconds
@@ -158,13 +158,17 @@ class HasRows(Protocol):
 S = TypeVar("S", bound=HasRows)
 
 
+def _nothing() -> None:
+    """An engine that was lent stays up."""
+
+
 def run_shards(
     todo: Iterable[S],
     capture: Callable[[S], Captured],
     commit: Callable[[Captured], Waitable],
     on_captured: Callable[[S], None],
     limit: spool.SpoolLimit,
-    abandon: Callable[[], None] = lambda: None,
+    abandon: Callable[[], None] = _nothing,
 ) -> None:
     """Capture shards one after the other; each is committed while the next ones are captured.
 

@@ -9,7 +9,7 @@ import hashlib
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -51,6 +51,21 @@ class RunClock:
             "engine_starts": [{"seconds": round(seconds, 3)} for seconds in self.engine_starts],
             "shards": {name: round(seconds, 3) for name, seconds in totals.items()},
         }
+
+
+def origin_in_words(provenance: Mapping[str, Any]) -> str:
+    """How much a version extracted and how much it refers to; empty where it refers to nothing.
+
+    Args:
+        provenance: of its manifest.
+    """
+    reused, own = (provenance.get(name) or {} for name in ("reused", "extracted"))
+    if not reused.get("samples"):
+        return ""
+    return (
+        f"{own.get('samples', 0):,} samples ({own.get('tokens', 0):,} tokens) extracted, {reused['samples']:,} samples "
+        f"({reused['tokens']:,} tokens) of earlier plans referred to"
+    )
 
 
 def provenance() -> dict[str, Any]:

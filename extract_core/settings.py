@@ -38,8 +38,8 @@ from pydantic_settings import SettingsError as SettingsSourceError
 from extract_core.errors import SettingsError, shortened
 
 _PREFIX = "CORESAMPLE_"
-_OWN_VARIABLES = frozenset({"CORESAMPLE_ENGINE_FDS", "CORESAMPLE_ENGINE_PARENT"})
-"""Variables that a process of ours sets for its child: settings of nobody, allowed everywhere."""
+_OWN_VARIABLES = frozenset({"CORESAMPLE_ENGINE_FDS", "CORESAMPLE_ENGINE_PARENT", "CORESAMPLE_HOME"})
+"""Variables that a process of ours sets for its child, and where prefect.yaml finds the flows: settings of nobody."""
 
 _MOST_NODES = 100_000
 _MOST_BYTES = 2**60
@@ -376,6 +376,13 @@ class StoreSettings(_Section):
     )
     commit_threads: int | None = Field(
         None, ge=1, le=64, description="Shards checked, encoded and stored at once; default: half the CPUs, 4 at most."
+    )
+    reuse: bool = Field(
+        True,
+        description=(
+            "Refer to rows that an earlier version of the root holds for the same samples, model and settings; false: "
+            "extract everything."
+        ),
     )
     client: Literal["auto", "s3fs", "obstore"] = Field(
         "auto",

@@ -19,6 +19,21 @@ def size(count: float) -> str:
     return f"{count:,.1f} TiB"
 
 
+def duration(seconds: float) -> str:
+    """Seconds for people: ``2 h 03 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours / 24:.1f} days"
+
+
 def harmless(text: str) -> str:
     """Text for a terminal: colours left out, other control characters written out; tab and line feed stay."""
     if UNSAFE.search(text) is None:

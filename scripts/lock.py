@@ -45,6 +45,7 @@ RECIPES = {
     "dev": Recipe(base=("cpu",)),
     "demo": Recipe(base=("cpu",), no_deps=True),
     "cuda": Recipe(),
+    "server": Recipe(),
 }
 
 

@@ -15,14 +15,19 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from extract_core.deep.verify import DeepReport
 from extract_core.job import Job
 from extract_core.local import ShardProgress
 from extract_core.pipeline import ShardTask
 from extract_core.progress import reporter
+from extract_core.provenance import origin_in_words
 from extract_core.store.commits import ShardCommits, all_records
+from extract_core.store.gc import GcReport
 from extract_core.store.records import Manifest
+from extract_core.store.verify import VerifyReport
 
 _UPDATE_EVERY_S = 5.0
+_MOST_PROBLEMS, _MOST_ROWS = 50, 2000
 
 
 def key(*parts: str) -> str:
@@ -116,9 +121,50 @@ def summary(job: Job, manifest: Manifest, *, new: bool) -> None:
                 f"last layer before the final norm\n"
                 f"- {t.samples:,} samples, {t.tokens:,} tokens, {t.bytes / 1e6:,.1f} MB, "
                 f"{manifest.timings.get('tokens_per_s', 0.0):,.0f} tokens/s in the engine\n"
-                f"- {a.input} input = {a.published} published + {a.duplicates} duplicates + "
+                + (f"- {origin}\n" if (origin := origin_in_words(manifest.provenance)) else "")
+                + f"- {a.input} input = {a.published} published + {a.duplicates} duplicates + "
                 f"{sum(a.dropped.values())} dropped + {sum(a.quarantined.values())} quarantined\n"
                 f"- fingerprint `{manifest.fingerprint}`\n\n"
                 f"| check | result | value | detail |\n|---|---|---|---|\n{checks}\n"
             ),
+        )
+
+
+def verified(root: str, report: VerifyReport, compared: DeepReport | None) -> None:
+    """What a verification found."""
+    found = [str(problem) for problem in report.problems] + (compared.problems if compared else [])
+    rows = "".join(
+        f"| {layer.layer} | {layer.equal_rows} of {layer.rows} | {layer.median_error:.1e} | {layer.max_error:.1e} | "
+        f"{'ok' if layer.passed else 'FAILS'} |\n"
+        for layer in (compared.layers if compared else [])
+    )
+    with told_not_raised("verification"):
+        create_markdown_artifact(
+            key=key("verify", root),
+            description=f"Version {report.version} of {root}",
+            markdown=(
+                f"# {root} version {report.version}: {'DAMAGED' if found else 'whole'}\n\n"
+                f"- {report.shards} shards and {report.samples:,} samples read\n"
+                + "".join(f"- {text}\n" for text in found[:_MOST_PROBLEMS])
+                + (f"- ... {len(found) - _MOST_PROBLEMS} more\n" if len(found) > _MOST_PROBLEMS else "")
+                + (
+                    f"\n{compared.samples} samples, {compared.rows:,} rows extracted again:\n\n"
+                    f"| layer | rows equal bit for bit | median difference | largest | |\n|---|---|---|---|---|\n{rows}"
+                    if compared
+                    else ""
+                )
+            ),
+        )
+
+
+def collected(root: str, report: GcReport) -> None:
+    """What a collection removed, or would remove."""
+    with told_not_raised("collection"):
+        create_table_artifact(
+            key=key("gc", root),
+            description=f"{'Removed from' if report.deleted else 'To be removed from'} {root}",
+            table=[
+                {"kind": item.kind, "object": item.path, "MB": round(item.nbytes / 1e6, 3), "reason": item.reason}
+                for item in report.items[:_MOST_ROWS]
+            ],
         )

@@ -17,7 +17,7 @@ from prefect.tasks import Task, exponential_backoff
 from extract_core import pipeline
 from extract_core.checks.run import CheckReport
 from extract_core.engine.supervisor import EngineSupervisor
-from extract_core.job import Job, prepare
+from extract_core.job import Job, planned, prepare
 from extract_core.local import RETRIES, ShardProgress, is_retryable
 from extract_core.pipeline import Captured, Damage, ShardTask, Work
 from extract_core.progress import reporter
@@ -37,7 +37,7 @@ def _retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bo
     return False
 
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
     "cache_result_in_memory": False,
@@ -49,31 +49,37 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-@task(name="plan", task_run_name="plan", **_OPTIONS)
+@task(name="plan", task_run_name="plan", **OPTIONS)
 def plan_job(settings: JobSettings, *, repair: bool = False) -> Job:
     """Check the job and lay out every row."""
     return prepare(settings, repair=repair)
 
 
-@task(name="find-damage", task_run_name="find-damage", **_OPTIONS)
+@task(name="open-plan", task_run_name="open-plan", **OPTIONS)
+def open_planned(settings: JobSettings, fingerprint: str) -> Job:
+    """The job of a plan that the parent flow has made."""
+    return planned(settings, fingerprint)
+
+
+@task(name="find-damage", task_run_name="find-damage", **OPTIONS)
 def find_damage(job: Job) -> Damage:
     """Read everything that the job has stored and hold it against its digests."""
     return pipeline.find_damage(job)
 
 
-@task(name="look", task_run_name="look", **_OPTIONS)
+@task(name="look", task_run_name="look", **OPTIONS)
 def outstanding(job: Job, damage: Damage) -> Work:
     """What is left to extract, to make again and to try again."""
-    return pipeline.outstanding(job, damage)
+    return pipeline.outstanding(job, damage, adopt=True)
 
 
-@task(name="preflight", task_run_name="preflight", **_OPTIONS)
+@task(name="preflight", task_run_name="preflight", **OPTIONS)
 def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str, Any]:
     """Start the engine and test the capture on the first real samples."""
     return pipeline.preflight(job, engine, folder)
 
 
-@task(name="capture-shard", task_run_name="capture-shard-{todo.name}", **_OPTIONS)
+@task(name="capture-shard", task_run_name="capture-shard-{todo.name}", **OPTIONS)
 def capture_shard(
     job: Job, engine: EngineSupervisor, folder: RunFolder, todo: ShardTask, progress: ShardProgress
 ) -> Captured:
@@ -81,19 +87,19 @@ def capture_shard(
     return pipeline.capture_shard(job, engine, folder, todo, progress.tokens)
 
 
-@task(name="commit-shard", task_run_name="commit-shard-{captured.name}", **_OPTIONS)
+@task(name="commit-shard", task_run_name="commit-shard-{captured.name}", **OPTIONS)
 def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     """Check every row of a captured shard, store it, commit it."""
     return pipeline.commit_shard(job, captured)
 
 
-@task(name="validate", task_run_name="validate", **_OPTIONS)
+@task(name="validate", task_run_name="validate", **OPTIONS)
 def validate(job: Job) -> CheckReport:
     """Checks over the whole run, and the completeness threshold."""
     return pipeline.validate(job)
 
 
-@task(name="publish", task_run_name="publish", **_OPTIONS)
+@task(name="publish", task_run_name="publish", **OPTIONS)
 def publish(job: Job, report: CheckReport, started: float, damage: Damage, clock: RunClock) -> Manifest:
     """Index, manifest, hint."""
     return pipeline.publish(job, report, started=started, damage=damage, clock=clock)

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from extract_core.errors import CoresampleError, EngineError, NoSpaceError, SettingsError, shortened
 from extract_core.words import UNSAFE, harmless
+from extract_core.words import duration as duration
 from extract_core.words import size as size
 
 if TYPE_CHECKING:
@@ -338,21 +339,6 @@ def check_places(settings: JobSettings) -> None:
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: ``2 h 03 min``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes:02d} min"
-    return f"{hours / 24:.1f} days"
 
 
 def counted(count: int, noun: str) -> str:

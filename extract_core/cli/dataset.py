@@ -148,7 +148,8 @@ def _plan_status(
             first, timings = commit.records[0], commit.timings
             engine_s = timings.get("engine_s", 0.0)
             entry |= {
-                "rows": commit.rows,
+                **_rows(commit),
+                "source": first.source.fingerprint if first.source is not None else None,
                 "samples": len(commit.samples),
                 "excluded": len(commit.excluded),
                 "rounds": len(commit.records),
@@ -164,7 +165,7 @@ def _plan_status(
     done = [entry for entry in shards if entry["state"] == "committed"]
     engine_s = sum(entry["engine_s"] for entry in done)
     rows = sum(entry["rows"] for entry in done)
-    rate = rows / engine_s if engine_s else 0.0
+    rate = sum(entry["rows_extracted"] for entry in done) / engine_s if engine_s else 0.0
     open_rows = sum(entry["planned_rows"] for entry in shards if entry["state"] in ("open", "damaged"))
     if versions:
         open_rows = 0
@@ -186,6 +187,7 @@ def _plan_status(
         "records_missing": sum(entry["state"] == "record_missing" for entry in shards),
         "rows_committed": rows,
         "rows_open": open_rows,
+        "rows_referred_to": rows - sum(entry["rows_extracted"] for entry in done),
         "bytes_committed": sum(entry["bytes"] for entry in done),
         "tokens_per_s": rate,
         "seconds_left": open_rows / rate if rate and not versions else None,
@@ -194,6 +196,13 @@ def _plan_status(
         "quarantine": quarantine,
         "shards": shards,
     }
+
+
+def _rows(commit: ShardCommits) -> dict[str, int]:
+    """Rows of a shard; of a file that it refers to only those of its own samples."""
+    own = sum(record.rows for record in commit.stored if record.source is None)
+    named = sum(s.n_tokens for record, samples in commit.by_record if record.source is not None for s in samples)
+    return {"rows": own + named, "rows_extracted": own}
 
 
 def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], everything: bool) -> None:
@@ -280,7 +289,7 @@ def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], e
                     f"{entry['rows']:,}",
                     f"{entry['samples']:,}",
                     size(entry["bytes"]),
-                    f"{entry['tokens_per_s']:,.0f}",
+                    "stored" if entry["source"] else f"{entry['tokens_per_s']:,.0f}",
                     Text(str(entry["excluded"]), style="yellow" if entry["excluded"] else ""),
                     entry["created"],
                 )
@@ -560,6 +569,8 @@ def _tokenizer(manifest: Manifest) -> Any:
 def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple[bool, str]], decoded: bool) -> None:
     from rich.text import Text
 
+    from extract_core.provenance import origin_in_words
+
     console = out()
     lines: list[tuple[str, str]] = []
 
@@ -600,6 +611,8 @@ def _show_inspect(manifest: Manifest, document: dict[str, Any], runs: list[tuple
         f"{counted(len(manifest.shards), 'shard')} of rows [{len(manifest.layer_ids)}, {manifest.hidden_size}] "
         f"{manifest.dtype}",
     )
+    if origin := origin_in_words(manifest.provenance):
+        line("origin", origin)
     line("accounting", accounting_line(manifest.accounting))
     line("checks", checks_line(manifest.checks))
     for name, result in manifest.checks.items():

@@ -33,6 +33,7 @@ from extract_core.cli.common import (
 if TYPE_CHECKING:
     from extract_core.job import Job
     from extract_core.local import RunResult
+    from extract_core.pipeline import Work
     from extract_core.planning.estimate import Estimate
     from extract_core.planning.memory import MemoryPlan
 
@@ -82,6 +83,7 @@ def plan(
         memory = job.memory_plan()
     document = _plan_document(job, len(done), time_needed, todo.existing.version if todo.existing else None)
     document["to_retry"] = sum(len(task.earlier) for task in todo.tasks)
+    document |= _to_do(job, todo)
     document["memory"] = memory.to_dict()
     if as_json:
         emit(document)
@@ -127,6 +129,20 @@ def _plan_document(job: Job, committed: int, time_needed: Estimate, published: i
         "layers": {str(k): layer_in_words(k, job.model.n_layers) for k in job.layer_ids},
         "estimate": time_needed.to_dict(),
         "notes": list(job.notes),
+    }
+
+
+def _to_do(job: Job, todo: Work) -> dict[str, Any]:
+    """What the plan refers to instead of extracting it, and what a run would extract."""
+    planned = {shard.index: shard.samples for shard in job.plan.meta.shards}
+    tasks = todo.tasks
+    return {
+        "reused": todo.origin.get("reused", {"samples": 0, "tokens": 0, "shards": 0, "fingerprints": []}),
+        "to_extract": {
+            "samples": sum(planned[t.shard] if t.samples is None else len(t.samples) for t in tasks),
+            "tokens": sum(task.rows for task in tasks),
+            "shards": len(tasks),
+        },
     }
 
 
@@ -188,6 +204,15 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate, memory
     line("loss masks", ", ".join(f"{name} {count:,}" for name, count in meta.mask_methods.items()))
     committed = document["shards_committed"]
     line("shards", f"{len(meta.shards):,}" + (f", {committed:,} of them committed already" if committed else ""))
+    reused = document["reused"]
+    if reused["samples"]:
+        open_ = document["to_extract"]
+        line(
+            "reused",
+            f"{counted(reused['samples'], 'sample')}, {counted(reused['tokens'], 'token')} in "
+            f"{counted(reused['shards'], 'stored shard')}; to be extracted: {counted(open_['samples'], 'sample')}, "
+            f"{counted(open_['tokens'], 'token')}",
+        )
     line("size", f"{size(meta.bytes)} of {job.dtype} ({size(meta.row_bytes)} per token)")
     free = document["disk_free_bytes"]
     fields(console, rows)
@@ -201,6 +226,11 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate, memory
         console.print(Text(f"A run tries {counted(document['to_retry'], 'quarantined sample')} again"))
     if document["published_version"] is not None and not time_needed.tokens:
         console.print(Text(f"Published already as version {document['published_version']}: a run has nothing to do."))
+        return
+    if not time_needed.tokens:
+        console.print(
+            Text("Everything is stored already: a run refers to it, checks it and publishes. No engine starts.")
+        )
         return
     console.print(
         Text("time      ", style="bold")
@@ -315,6 +345,8 @@ def _run_document(result: RunResult) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "accounting": manifest.accounting.model_dump(),
         "checks": manifest.checks,
+        "reused": manifest.provenance.get("reused"),
+        "extracted": manifest.provenance.get("extracted"),
         "tokens_per_s": manifest.timings.get("tokens_per_s", 0.0),
         "seconds": result.seconds,
     }
@@ -322,6 +354,8 @@ def _run_document(result: RunResult) -> dict[str, Any]:
 
 def _show_result(result: RunResult, job_file: str) -> None:
     from rich.text import Text
+
+    from extract_core.provenance import origin_in_words
 
     manifest, console = result.manifest, out()
     console.soft_wrap = True  # commands and paths are there to be copied
@@ -355,6 +389,8 @@ def _show_result(result: RunResult, job_file: str) -> None:
             f"{', '.join(map(str, manifest.layer_ids))} of {manifest.n_layers} in {manifest.dtype}"
         )
     )
+    if origin := origin_in_words(manifest.provenance):
+        console.print(Text(f"  origin      {origin}"))
     if speed:
         console.print(Text(f"  speed       {speed:,.0f} tokens/s in the engine"))
     console.print(Text(f"  accounting  {accounting_line(manifest.accounting)}"))

@@ -19,6 +19,7 @@ from extract_core.errors import (
     StoreUnavailableError,
 )
 from extract_core.job import Job, new_attempt
+from extract_core.pipeline.adopt import origin
 from extract_core.pipeline.commit import write_quarantine
 from extract_core.pipeline.todo import SOUND, Damage, is_current
 from extract_core.provenance import RunClock, provenance
@@ -266,7 +267,8 @@ def _manifest(
     tokens = sum(sample.n_tokens for commit in commits.values() for sample in commit.samples)
     records = list(all_records(commits))
     engine_s = sum(record.timings.get("engine_s", 0.0) for record in records)
-    timings = {"engine_s": engine_s, "tokens_per_s": tokens / engine_s if engine_s else 0.0}
+    made = origin(commits.values())
+    timings = {"engine_s": engine_s, "tokens_per_s": made["extracted"]["tokens"] / engine_s if engine_s else 0.0}
     if started is not None:
         timings["run_s"] = time.time() - started
     return Manifest(
@@ -298,6 +300,7 @@ def _manifest(
             "mask_methods": job.plan.meta.mask_methods,
             "engines": _distinct([record.engine for record in records]),
             "rounds": len(records) - len(commits),
+            **made,
             **clock.to_dict(records),
         },
         timings=timings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from extract_core.errors import CorruptDataError
 from extract_core.job import Job
@@ -10,6 +11,7 @@ from extract_core.pipeline.todo import ShardTask, open_shards
 from extract_core.progress import reporter
 from extract_core.store import layout
 from extract_core.store.commits import read_commit
+from extract_core.store.records import CommitRecord
 
 
 def share_of(job: Job, names: Sequence[str]) -> list[ShardTask]:
@@ -36,6 +38,29 @@ def still_open(job: Job, tasks: Iterable[ShardTask]) -> Iterator[ShardTask]:
             yield task
 
 
+@dataclass(frozen=True)
+class CommitSummary:
+    """What people want to know of a commit record; the record itself names every sample."""
+
+    nbytes: int
+    tokens_per_s: float
+    quarantined: int
+    sha256: str
+    attempt: str
+
+    @classmethod
+    def of(cls, record: CommitRecord) -> CommitSummary:
+        """In short."""
+        seconds = record.timings.get("engine_s", 0.0)
+        return cls(
+            record.nbytes,
+            record.timings.get("tokens", 0.0) / seconds if seconds else 0.0,
+            len(record.excluded),
+            record.sha256 or "",
+            record.attempt,
+        )
+
+
 class Committed:
     """What of some tasks is committed, looked up again and again: one listing, and a read of what is new.
 
@@ -47,8 +72,13 @@ class Committed:
     def __init__(self, job: Job, tasks: Iterable[ShardTask]):
         self._job = job
         self._waiting = {(task.shard, task.round): task for task in tasks}
-        self.quarantined = 0
+        self.records: dict[str, CommitSummary] = {}
+        """What is committed so far, by the task's name."""
+
+    @property
+    def quarantined(self) -> int:
         """Samples that the tasks committed so far have left out."""
+        return sum(record.quarantined for record in self.records.values())
 
     def look(self) -> list[str]:
         """Names of the tasks that were committed since the last look.
@@ -69,6 +99,6 @@ class Committed:
                 continue
             if record is not None and record.attempt not in task.replaces:
                 found.append(task.name)
-                self.quarantined += len(record.excluded)
+                self.records[task.name] = CommitSummary.of(record)
                 del self._waiting[key]
         return found

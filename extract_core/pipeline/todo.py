@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pyarrow as pa
 
 from extract_core.errors import CorruptDataError
 from extract_core.job import Job
+from extract_core.pipeline.adopt import origin, with_adopted
 from extract_core.progress import reporter
+from extract_core.store import layout
 from extract_core.store.commits import DamagedRecord, ShardCommits, all_records, read_commits
 from extract_core.store.index import read_index
 from extract_core.store.objects import damaged_objects, lost_by_commits
@@ -81,11 +84,15 @@ SOUND = Damage()
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do. ``existing`` is the published version of this plan, if it is whole."""
+    """What there is to do. ``existing`` is the published version of this plan, if it is whole.
+
+    ``origin`` says how much of what the plan has is its own and how much it refers to (``pipeline.adopt.origin``).
+    """
 
     tasks: list[ShardTask]
     existing: Manifest | None = None
     publish: bool = True
+    origin: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def nothing(self) -> bool:
@@ -93,8 +100,13 @@ class Work:
         return self.existing is not None and not self.tasks and not self.publish
 
 
-def outstanding(job: Job, damage: Damage = SOUND) -> Work:
+def outstanding(job: Job, damage: Damage = SOUND, *, adopt: bool = False) -> Work:
     """What a run has to do; reads commit records only where something may be left.
+
+    Args:
+        job: the job.
+        damage: what a repair found.
+        adopt: write commit records for shards that earlier plans stored; otherwise they only do not count as open.
 
     Raises:
         CorruptDataError: a record is damaged and the run is no repair.
@@ -103,11 +115,13 @@ def outstanding(job: Job, damage: Damage = SOUND) -> Work:
     if existing is not None and (damage.records or damage.objects.keys() & existing.objects.keys()):
         existing = None
     if existing is not None and not sum(existing.accounting.quarantined.values()):
-        return Work([], existing, publish=False)
-    tasks = open_shards(job, damage)
+        made = existing.provenance
+        return Work([], existing, publish=False, origin={k: made[k] for k in ("reused", "extracted") if k in made})
+    tasks, commits = _open(job, damage, adopt)
+    known = origin(commits.values())
     if existing is None:
-        return Work(tasks)
-    return Work(tasks, existing, publish=not is_current(existing, read_commits(job.root, job.plan.fingerprint)))
+        return Work(tasks, origin=known)
+    return Work(tasks, existing, publish=not is_current(existing, commits), origin=known)
 
 
 def settled(job: Job, work: Work) -> Manifest | None:
@@ -132,21 +146,29 @@ def is_current(manifest: Manifest, commits: Mapping[int, ShardCommits]) -> bool:
     return {shard.sha256 for shard in manifest.shards} == ours
 
 
-def open_shards(job: Job, damage: Damage = SOUND) -> list[ShardTask]:
+def open_shards(job: Job, damage: Damage = SOUND, *, adopt: bool = False) -> list[ShardTask]:
     """Shards of the plan to extract, in the order to do it: without a commit record, whose file is lost, to retry.
 
     A lost file is made again from the samples that it held; where the engine computes the same bits, it is the same
     file under the same name, and the version is whole again. A lost final norm comes back with any shard. Quarantined
-    samples come last, since they may take the engine with them.
+    samples come last, since they may take the engine with them. What earlier plans stored is not open; ``adopt`` writes
+    the commit records that refer to it.
 
     Raises:
         CorruptDataError: a commit record is damaged and this is no repair.
     """
+    return _open(job, damage, adopt)[0]
+
+
+def _open(job: Job, damage: Damage, adopt: bool) -> tuple[list[ShardTask], dict[int, ShardCommits]]:
+    """Open shards, and the commit records that there are or would be once what is stored already is referred to."""
     damaged: list[DamagedRecord] | None = [] if damage.repair else None
     commits = read_commits(job.root, job.plan.fingerprint, damaged=damaged)
+    unreadable = {(item.shard, item.round): item.sha256 for item in damaged or ()}
+    first = {shard: sha for (shard, round), sha in unreadable.items() if not round}
+    commits = with_adopted(job, commits, write=adopt, unusable=damage.objects, replaces=first)
     named = {path for shard in commits.values() for path in shard.objects}
     lost = {**lost_by_commits(job.root, commits), **{p: t for p, t in damage.objects.items() if p in named}}
-    unreadable = {(item.shard, item.round): item.sha256 for item in damaged or ()}
     tasks: list[ShardTask] = []
     retries: list[ShardTask] = []
     for planned in job.plan.meta.shards:
@@ -167,7 +189,7 @@ def open_shards(job: Job, damage: Damage = SOUND) -> list[ShardTask]:
             retries.append(_retry(job, shard, known.next_round, left))
     if not tasks:
         tasks += _for_norms(commits, lost)
-    return tasks + retries
+    return tasks + retries, commits
 
 
 def _again(shard: int, record: CommitRecord) -> ShardTask:
@@ -213,6 +235,15 @@ def _for_norms(commits: dict[int, ShardCommits], lost: dict[str, str]) -> list[S
     return list(tasks.values())
 
 
+def _to_refer_to(job: Job, commits: Mapping[int, ShardCommits]) -> set[str]:
+    """Files of earlier plans that open shards are about to refer to."""
+    return {
+        layout.shard_path(shard.source.sha256)
+        for shard in job.plan.meta.shards
+        if shard.source is not None and shard.index not in commits
+    }
+
+
 def find_damage(job: Job) -> Damage:
     """Read every object that the plan's records and the latest version name, and hold it against its digest."""
     root, progress = job.root, reporter()
@@ -229,6 +260,8 @@ def find_damage(job: Job) -> Damage:
                 expected |= manifest.objects
             else:
                 foreign = {path: size for path, size in manifest.objects.items() if path not in expected}
+                for path in foreign.keys() & _to_refer_to(job, commits):
+                    expected[path] = foreign.pop(path)
             read_index(root, manifest)
         except CorruptDataError as error:
             progress.note(str(error))

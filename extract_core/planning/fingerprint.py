@@ -38,6 +38,15 @@ class JobSpec:
         """Hex sha256 of the canonical document, cut to 32 digits; names the plan folder."""
         return canonical_digest(self.deciding)[:32]
 
+    @cached_property
+    def values_digest(self) -> str:
+        """Digest of what decides the rows of a sample, whatever samples there are and however they are sharded.
+
+        Samples with the same id have interchangeable rows in all plans with the same digest.
+        """
+        layout = {k: v for k, v in self.document.get("layout", {}).items() if k != "shard_bytes"}
+        return canonical_digest({k: v for k, v in self.deciding.items() if k != "inputs"} | {"layout": layout})
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one token position: L * H * size of a value."""

@@ -1,17 +1,13 @@
 """The plan: every sample, its shard and its first row, fixed before the model runs.
 
-A plan is a pure function of the job, the input bytes and the model files. It streams: samples are written as they
-are rendered, a Parquet row group per shard, and only their ids stay in memory.
+``planning.making`` lays out a plan; here is what a plan is, and how one is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from extract_core.chat import Dropped, Sample, Tally
-from extract_core.errors import AlreadyExistsError, CorruptDataError
-from extract_core.planning.fingerprint import JobSpec
+from extract_core.errors import CorruptDataError
 from extract_core.planning.model import canonical_digest
 from extract_core.store import layout
-from extract_core.store.records import Digest
+from extract_core.store.records import Digest, ShardSource
 from extract_core.store.root import Root
 from extract_core.store.shard import HEADER_BYTES
 
-_CHECKSUM = "checksum"
+CHECKSUM = "checksum"
 _MOST_META = 2**30
 
 _REMEDY = "run the job with --repair: it is planned again, and commit records beside it stay good"
-
-MOST_SAMPLES = 20_000
-"""Samples of one shard at most: its commit record lists each of them and is one small object."""
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -62,6 +53,8 @@ class PlannedShard(BaseModel):
     index: int
     rows: int
     samples: int
+    source: ShardSource | None = None
+    """The stored shard that holds these samples already; the run refers to it instead of extracting them."""
 
 
 class PlanMeta(BaseModel):
@@ -69,8 +62,8 @@ class PlanMeta(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: int = 2
-    """2 added a checksum to the file."""
+    schema_version: int = 3
+    """2 added a checksum to the file, 3 the sources of shards and ``base``."""
     fingerprint: str
     spec: dict[str, Any]
     plan_sha256: Digest
@@ -87,37 +80,14 @@ class PlanMeta(BaseModel):
     mask_methods: dict[str, int]
     length_histogram: dict[str, int]
     longest: int
+    base: str = ""
+    """Digest of the commit records that were there to be reused (``planning.base``); empty: none."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of the shard files the plan will store: rows, token ids, headers."""
-        return self.tokens * (self.row_bytes + 4) + len(self.shards) * HEADER_BYTES
-
-
-@dataclass(slots=True)
-class _Layout:
-    """Shards filled in input order up to a byte target; a sample is never split."""
-
-    rows_per_shard: int
-    rows: int = 0
-    shards: list[PlannedShard] = field(default_factory=list)
-    samples: int = 0
-
-    def place(self, n_tokens: int) -> tuple[int, int, bool]:
-        """(shard, first row, whether this sample opens a new shard)."""
-        full = self.rows + n_tokens > self.rows_per_shard or self.samples >= MOST_SAMPLES
-        opened = self.samples > 0 and full
-        if opened:
-            self.close()
-        first = self.rows
-        self.rows += n_tokens
-        self.samples += 1
-        return len(self.shards), first, opened
-
-    def close(self) -> None:
-        if self.samples:
-            self.shards.append(PlannedShard(index=len(self.shards), rows=self.rows, samples=self.samples))
-        self.rows = self.samples = 0
+        """Bytes of the shard files the plan will store: rows, token ids, headers; none for what it refers to."""
+        own = [shard.rows for shard in self.shards if shard.source is None]
+        return sum(own) * (self.row_bytes + 4) + len(own) * HEADER_BYTES
 
 
 class Plan:
@@ -185,7 +155,7 @@ def read_plan_meta(root: Root, fingerprint: str) -> PlanMeta | None:
         return None
     try:
         tree = json.loads(raw)
-        checksum = tree.pop(_CHECKSUM, None) if isinstance(tree, dict) else None
+        checksum = tree.pop(CHECKSUM, None) if isinstance(tree, dict) else None
         meta = PlanMeta.model_validate_json(json.dumps(tree))
     except (ValidationError, ValueError, RecursionError) as error:
         raise CorruptDataError(f"{root.url}/{name} is not a plan this version can read: {error}; {_REMEDY}") from error
@@ -218,7 +188,7 @@ def sound_layout(root: Root, meta: PlanMeta) -> Path | pa.BufferReader:
     local = root.local_path(name)
     try:
         data = root.read_bytes(name) if local is None else None
-        digest = _sha256(local) if local is not None else hashlib.sha256(data or b"").hexdigest()
+        digest = file_digest(local) if local is not None else hashlib.sha256(data or b"").hexdigest()
     except FileNotFoundError:
         raise CorruptDataError(f"{root.url}/{name}, which plan.json names, is missing; {_REMEDY}") from None
     if digest != meta.plan_sha256:
@@ -226,153 +196,7 @@ def sound_layout(root: Root, meta: PlanMeta) -> Path | pa.BufferReader:
     return local if local is not None else pa.BufferReader(data)
 
 
-def make_plan(
-    root: Root,
-    spec: JobSpec,
-    items: Iterator[Sample | Dropped],
-    *,
-    shard_bytes: int,
-) -> Plan:
-    """Lay out every sample and write the plan under the root; ``plan.json`` last, by exclusive create.
-
-    Args:
-        root: where the plan goes.
-        spec: everything the fingerprint covers.
-        items: rendered samples and drops, in input order.
-        shard_bytes: target of one shard's hidden states.
-
-    Raises:
-        InputDataError: no usable sample; names the first row and the counts by reason.
-    """
-    row_bytes = spec.row_bytes
-    plan_layout = _Layout(max(1, shard_bytes // row_bytes))
-    counts, tally = _Counts(), Tally()
-    with tempfile.TemporaryDirectory(prefix="coresample-plan-") as folder:
-        parquet, dropped = Path(folder) / "plan.parquet", Path(folder) / "dropped.jsonl"
-        with (
-            pq.ParquetWriter(parquet, PLAN_SCHEMA, compression="zstd") as writer,
-            dropped.open("w", encoding="utf-8") as drops,
-        ):
-            pending: list[dict[str, Any]] = []
-            for item in items:
-                tally.add(item)
-                if isinstance(item, Dropped):
-                    drops.write(_drop_line(item))
-                    continue
-                if item.sample_id in counts.ids:
-                    drops.write(_duplicate_line(item))
-                    continue
-                shard, first_row, opened = plan_layout.place(len(item.token_ids))
-                if opened:
-                    writer.write_table(pa.Table.from_pylist(pending, PLAN_SCHEMA))
-                    pending = []
-                pending.append(_plan_row(item, shard, first_row))
-                counts.add(item)
-            plan_layout.close()
-            if pending:
-                writer.write_table(pa.Table.from_pylist(pending, PLAN_SCHEMA))
-        tally.raise_if_unusable()
-        meta = counts.meta(spec, tally, plan_layout.shards, _sha256(parquet))
-        _publish_plan(root, meta, parquet, dropped)
-    plan = load_plan(root, meta.fingerprint)
-    assert plan is not None
-    return plan
-
-
-def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path) -> None:
-    fingerprint = meta.fingerprint
-    root.put_bytes(layout.dropped_path(fingerprint), dropped.read_bytes())
-    root.put_file(parquet, layout.plan_path(fingerprint, meta.plan_sha256))
-    tree = json.loads(json.dumps(meta.model_dump(mode="json")))
-    text = json.dumps({**tree, _CHECKSUM: canonical_digest(tree)}, sort_keys=True, indent=1) + "\n"
-    try:
-        root.create_exclusive(layout.plan_meta_path(fingerprint), text.encode())
-    except AlreadyExistsError as taken:
-        # Another run of the same job planned at the same time. Plans of one fingerprint are equal by construction, but
-        # their files may differ (paths as the job writes them): each has its own name, the first plan.json stands.
-        if json.loads(taken.existing)["shards"] != json.loads(text)["shards"]:
-            raise CorruptDataError(
-                f"{root.url}/{taken.path}: two plans of fingerprint {fingerprint} differ; please report this defect"
-            ) from taken
-
-
-def _plan_row(sample: Sample, shard: int, first_row: int) -> dict[str, Any]:
-    return {
-        "sample_id": sample.sample_id,
-        "shard": shard,
-        "first_row": first_row,
-        "n_tokens": len(sample.token_ids),
-        "token_ids": sample.token_ids,
-        "loss_mask": sample.loss_mask,
-        "source_file": sample.source.file,
-        "source_row": sample.source.row,
-        "source_turn": sample.source.turn,
-        "split": sample.split,
-        "mask_method": sample.mask_method,
-        "truncated": sample.truncated,
-    }
-
-
-class _Counts:
-    """What the plan knows of its distinct samples, beyond the tally of everything read."""
-
-    def __init__(self) -> None:
-        self.tokens = self.supervised = self.truncated = self.longest = 0
-        self.ids: set[str] = set()
-        self.methods: Counter[str] = Counter()
-        self.lengths: Counter[int] = Counter()
-
-    def add(self, sample: Sample) -> None:
-        n = len(sample.token_ids)
-        self.ids.add(sample.sample_id)
-        self.tokens += n
-        self.supervised += int(sample.loss_mask.sum())
-        self.truncated += sample.truncated
-        self.methods[sample.mask_method] += 1
-        self.lengths[(n - 1).bit_length()] += 1
-        self.longest = max(self.longest, n)
-
-    def meta(self, spec: JobSpec, tally: Tally, shards: list[PlannedShard], digest: str) -> PlanMeta:
-        return PlanMeta(
-            fingerprint=spec.fingerprint,
-            spec=spec.document,
-            plan_sha256=digest,
-            row_bytes=spec.row_bytes,
-            shards=shards,
-            input=tally.candidates,
-            samples=len(self.ids),
-            tokens=self.tokens,
-            supervised_tokens=self.supervised,
-            truncated=self.truncated,
-            duplicates=tally.samples - len(self.ids),
-            dropped={reason.value: count for reason, count in sorted(tally.dropped.items())},
-            malformed=tally.malformed,
-            mask_methods=dict(sorted(self.methods.items())),
-            length_histogram={str(2**power): count for power, count in sorted(self.lengths.items())},
-            longest=self.longest,
-        )
-
-
-def _drop_line(item: Dropped) -> str:
-    return _line(item.source, item.reason.value, item.detail, item.field)
-
-
-def _duplicate_line(sample: Sample) -> str:
-    return _line(sample.source, "duplicate", f"same tokens and mask as sample {sample.sample_id}", None)
-
-
-def _line(source: Any, reason: str, detail: str, name: str | None) -> str:
-    entry = {
-        "file": source.file,
-        "row": source.row,
-        "turn": source.turn,
-        "reason": reason,
-        "field": name,
-        "detail": detail,
-    }
-    return json.dumps(entry) + "\n"
-
-
-def _sha256(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """sha256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,7 +8,8 @@ The rules, in the order that makes them safe:
   to is deleted. A crash at any moment leaves objects too many, never a version with too few.
 * The highest version never goes, so numbers are never used twice and ``latest.json`` stays right.
 * Plans stay while they are of a version, unfinished, or extracted and not published yet; their commit records' shards
-  stay with them. A plan that goes is marked first (``retired.json``), so that another gc finishes what a crash left.
+  stay with them, and so does every plan and shard that an unfinished plan is going to refer to. A plan that goes is
+  marked first (``retired.json``), so that another gc finishes what a crash left.
 * Where something that may hold references cannot be read, nothing is deleted at all.
 """
 
@@ -176,5 +177,6 @@ def _names(root: Root) -> set[str]:
     for name in root.list(layout.PLANS):
         found.add(name)
         if layout.is_fingerprint(name):
+            found |= {f"{name}/{entry}" for entry in root.list(f"{layout.PLANS}/{name}")}
             found |= {f"{name}/{record}" for record in root.list(layout.commits_dir(name))}
     return found

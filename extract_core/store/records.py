@@ -190,16 +190,26 @@ class FinalNormRef(_Part):
         return self.kind, self.epsilon, self.offset, self.sha256
 
 
+class ShardSource(_Part):
+    """The commit record whose shard file another plan's shard refers to, and the digest of that file."""
+
+    fingerprint: Fingerprint
+    shard: Count
+    round: Count = 0
+    sha256: Digest
+
+
 class CommitRecord(_Record):
     """Says that one shard of a plan is complete: every planned sample of it is in ``samples`` or in ``excluded``.
 
     Schema version 2 added ``round``: 0 for the first record of a shard; a later round holds only samples that were
-    excluded before, which a later run tried again.
+    excluded before, which a later run tried again. 3 added ``source``: nothing was extracted, the record names samples
+    of a file that an earlier plan stored, which may hold others as well; ``rows`` and ``nbytes`` are the file's.
     """
 
     kind: ClassVar[str] = "commit record"
-    newest: ClassVar[int] = 2
-    schema_version: Positive = 2
+    newest: ClassVar[int] = 3
+    schema_version: Positive = 3
 
     fingerprint: Fingerprint
     shard: Count
@@ -217,6 +227,7 @@ class CommitRecord(_Record):
     attempt: Attempt
     engine: dict[str, Any] = {}
     timings: dict[str, float] = {}
+    source: ShardSource | None = None
     created: str = Field(default_factory=utc_now)
 
     @property
@@ -242,6 +253,10 @@ class CommitRecord(_Record):
             raise ValueError(f"object {self.object} is not named by its digest {self.sha256}")
         elif not self.samples or not self.rows:
             raise ValueError("a commit with an object has rows and samples")
+        if self.source is not None and self.source.sha256 != self.sha256:
+            raise ValueError(
+                f"the commit refers to shard {self.source.sha256}, but its object has digest {self.sha256}"
+            )
         ids = [item.sample_id for item in self.samples] + [item.sample_id for item in self.excluded]
         if len(set(ids)) != len(ids):
             raise ValueError(f"samples are repeated: {sorted(i for i, n in Counter(ids).items() if n > 1)[:5]}")

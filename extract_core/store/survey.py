@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from extract_core.errors import CorruptDataError, NoSuchVersionError, SettingsError, StoreError
-from extract_core.planning.plan import PlanMeta, read_plan_meta
+from extract_core.planning.plan import PlanMeta, PlannedShard, read_plan_meta
 from extract_core.spool import LOG_DAYS, RUN_PREFIX, ended_runs
 from extract_core.store import layout
 from extract_core.store.columns import referenced_shards
@@ -102,8 +102,13 @@ class _Plan:
     damaged: str = ""
 
     @property
+    def open(self) -> list[PlannedShard]:
+        """Shards without a commit record."""
+        return [s for s in self.meta.shards if (s.index, 0) not in self.commits] if self.meta is not None else []
+
+    @property
     def unfinished(self) -> bool:
-        return self.meta is not None and any((shard.index, 0) not in self.commits for shard in self.meta.shards)
+        return bool(self.open)
 
     @property
     def retired(self) -> bool:
@@ -165,6 +170,12 @@ class Survey:
         self.named = {digest for manifest in self.manifests.values() for digest in _digests(manifest.dump())}
         self.pending = self._pending_indexes()
         self.plans = {name: self._plan(name) for name in names}
+        self.needed = {
+            shard.source.fingerprint: name
+            for name, plan in self.plans.items()
+            for shard in plan.open
+            if shard.source is not None and name != shard.source.fingerprint
+        }
         going = self._choose_plans()
         self._choose_tags()
         references = self._references(name for name in names if name not in going)
@@ -270,6 +281,8 @@ class Survey:
             return "", False
         if plan.damaged:
             return f"stays, since its plan.json cannot be read ({plan.damaged})", False
+        if plan.fingerprint in self.needed:
+            return f"stays: unfinished plan {self.needed[plan.fingerprint]} refers to its shards", False
         begun = plan.meta is not None or plan.commits
         if not begun and not plan.entries:
             return "", False  # an empty folder
@@ -281,8 +294,7 @@ class Survey:
                 return "stays: it has commit records and no plan.json; the next run of its job plans it again", False
             reason = "of a version that was removed" if plan.commits else "its planning was never finished"
         elif plan.unfinished:
-            count = sum((shard.index, 0) not in plan.commits for shard in plan.meta.shards)
-            return f"stays: {count:,} of {len(plan.meta.shards):,} shards are still to be extracted", False
+            return f"stays: {len(plan.open):,} of {len(plan.meta.shards):,} shards are still to be extracted", False
         elif superseded or plan.retired:
             reason = "of a version that goes" if superseded else "of a version that was removed"
         elif self.policy.unpublished:
@@ -304,6 +316,10 @@ class Survey:
         for fingerprint in plans:
             for shard, round in self.plans[fingerprint].commits:
                 found |= self._of_commit(fingerprint, shard, round)
+            plan = self.plans[fingerprint]
+            if plan.meta is None or plan.unfinished:  # its open shards are about to refer to what is stored
+                with contextlib.suppress(FileNotFoundError):
+                    found |= _digests(self.root.read_bytes(layout.plan_meta_path(fingerprint)))
         for entry in self.pending:
             found.add(layout.object_digest(entry.name) or "")
             with contextlib.suppress(FileNotFoundError):

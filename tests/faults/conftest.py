@@ -20,7 +20,7 @@ _REPORT = pytest.StashKey[pytest.TestReport]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The short form is a choice of cases; a run forgets what it will do again, one that resumes leaves out what passed."""
+    """The short form leaves cases out; a run forgets what it will do again, one that resumes leaves out what passed."""
     if not kit.full():
         left_out = [item for item in items if item.get_closest_marker("only_full")]
         config.hook.pytest_deselected(items=left_out)

@@ -51,6 +51,9 @@ class Rows:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def kill(self) -> None:
+        """Nothing runs that could be ended."""
+
     def suspects(self) -> list[str]:
         return sorted(self.kills)
 

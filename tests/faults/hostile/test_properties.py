@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extract_core.planning.plan import MOST_SAMPLES, _Layout
+from extract_core.planning.making import MOST_SAMPLES, Layout
 from extract_core.store.encoding import BF16_SPLIT_ZSTD, NONE, encodes
 from extract_core.store.records import Accounting, canonical_json
 from extract_core.store.root import Root
@@ -88,10 +88,10 @@ def test_what_is_written_in_any_order_is_read_exactly(data: st.DataObject) -> No
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=200), st.integers(1, 500))
 def test_a_layout_holds_every_sample_once_and_keeps_to_its_size(lengths: list[int], target: int) -> None:
-    layout = _Layout(target)
+    layout = Layout(target)
     placed = [layout.place(n) for n in lengths]
     layout.close()
-    again = _Layout(target)
+    again = Layout(target)
     assert [again.place(n) for n in lengths] == placed  # nothing but the input decides
     assert sum(shard.samples for shard in layout.shards) == len(lengths)
     assert sum(shard.rows for shard in layout.shards) == sum(lengths)

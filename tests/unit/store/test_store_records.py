@@ -105,8 +105,8 @@ def test_truncated_record(cut):
 
 
 def test_newer_schema_is_named():
-    tree = {**json.loads(commit().dump()), "schema_version": 3}
-    with pytest.raises(CorruptDataError, match="schema_version 3, this Coresample reads up to 2"):
+    tree = {**json.loads(commit().dump()), "schema_version": 4}
+    with pytest.raises(CorruptDataError, match="schema_version 4, this Coresample reads up to 3"):
         CommitRecord.load(canonical_json(tree), "x")
 
 
