@@ -104,10 +104,12 @@ class BoardArtifacts:
             }
             for name, task in self._todo.items()
         ]
-        if len(rows) > _MOST_ROWS:
-            rows = [row for row in rows if row["state"] != "committed"][:_MOST_ROWS]
+        left_out = max(0, len(rows) - _MOST_ROWS)
+        if left_out:  # what is still to be done first
+            rows = sorted(rows, key=lambda row: row["state"] == "committed")[:_MOST_ROWS]
+        what = f"{self._what}; {left_out:,} more shards are not shown" if left_out else self._what
         data = json.dumps(rows)
         if self._table is not None and data != self._last:
             self._last = data
             with told_not_raised("shard table"), get_client(sync_client=True) as client:
-                client.update_artifact(self._table, ArtifactUpdate(data=data, description=self._what))
+                client.update_artifact(self._table, ArtifactUpdate(data=data, description=what))

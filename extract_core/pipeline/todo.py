@@ -33,6 +33,7 @@ class ShardTask:
         carried: samples that the record names as excluded without trying them.
         replaces: attempts, or sha256 of damaged records, that the new record may replace; see ``write_commit``.
         lost: the shard file that is lost or damaged.
+        restores: path and bytes of the object that must be there afterwards, where a record stands already.
     """
 
     shard: int
@@ -43,6 +44,7 @@ class ShardTask:
     carried: tuple[Excluded, ...] = ()
     replaces: frozenset[str] = frozenset()
     lost: str | None = None
+    restores: tuple[str, int] | None = None
 
     @property
     def name(self) -> str:
@@ -201,6 +203,7 @@ def _again(shard: int, record: CommitRecord) -> ShardTask:
         carried=tuple(record.excluded),
         replaces=frozenset({record.attempt}),
         lost=record.object,
+        restores=None if record.object is None else (record.object, record.nbytes),
     )
 
 
@@ -231,7 +234,8 @@ def _for_norms(commits: dict[int, ShardCommits], lost: dict[str, str]) -> list[S
     for record in all_records(commits):
         norm = record.final_norm
         if record.object is not None and norm is not None and norm.path in lost and norm.path not in tasks:
-            tasks[norm.path] = replace(_again(record.shard, record), replaces=frozenset())
+            again = _again(record.shard, record)
+            tasks[norm.path] = replace(again, replaces=frozenset(), restores=(norm.path, norm.nbytes))
     return list(tasks.values())
 
 
