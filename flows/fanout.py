@@ -134,6 +134,8 @@ class FanOut:
             names = from_ranges(str(run.parameters.get("shards", "")))
             reporter().note(f"worker {run.name} of this plan is at work already, on shards {as_ranges(names)}")
             self._add(run, names, mine=orphan)
+            number = run.name.rpartition(" w")[2]
+            self._started = max(self._started, int(number) if number.isdecimal() else 0)  # names go on from theirs
 
     def _add(self, run: FlowRun, names: Sequence[str], *, mine: bool) -> None:
         now = time.monotonic()
