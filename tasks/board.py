@@ -49,6 +49,7 @@ class BoardArtifacts:
         self._table: UUID | None = None
         self._bar: UUID | None = None
         self._last = ""
+        self._held_by: dict[str, str] = {}
         plan = job.plan
         self._samples = {shard.index: shard.samples for shard in plan.meta.shards}
         self._what = f"plan {plan.fingerprint} of {job.root.url}"
@@ -93,13 +94,16 @@ class BoardArtifacts:
         for worker, share in board.live.items():
             for name in share.names:
                 having.setdefault(name, []).append(worker)
+        for name, held_by in having.items():
+            if name not in board.done:
+                self._held_by[name] = ", ".join(workers.get(worker, "") for worker in held_by)
         rows = [
             {
                 "shard": name,
                 "tokens": task.rows,
                 "samples": len(task.samples) if task.samples is not None else self._samples.get(task.shard, 0),
                 "state": "committed" if name in board.done else "given out" if name in having else "waiting",
-                "worker": ", ".join(workers.get(worker, "") for worker in having.get(name, [])),
+                "worker": self._held_by.get(name, ""),
                 **_of_record(committed.records.get(name)),
             }
             for name, task in self._todo.items()
