@@ -15,6 +15,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 
 from flows.parent import TAG
+from flows.runs import HEARTBEAT
 
 HEARTBEAT_S = 30
 """PREFECT_FLOWS_HEARTBEAT_FREQUENCY of the deployments in prefect.yaml."""
@@ -27,6 +28,29 @@ PREFIX = "coresample: "
 
 _TAGGED = ResourceSpecification({"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"})
 _RUNS = ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]})
+
+
+def _crash_of_silent(name: str, description: str, after: str, within: timedelta) -> AutomationCore:
+    """Marks a run of ours as crashed when nothing is heard of it for so long after an event."""
+    return AutomationCore(
+        name=f"{PREFIX}{name}",
+        description=description,
+        trigger=EventTrigger(
+            after={after},
+            expect={"prefect.flow-run.*"},
+            match=_RUNS,
+            match_related=_TAGGED,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=within,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED, message=f"silent for {within.total_seconds() / 60:.0f} minutes after {after}"
+            )
+        ],
+    )
 
 
 def automations(notify: UUID | None, *, stall: timedelta) -> list[AutomationCore]:
@@ -44,39 +68,17 @@ def automations(notify: UUID | None, *, stall: timedelta) -> list[AutomationCore
 
     run = "{{ flow_run.name }} ({{ flow_run|ui_url }})"
     return [
-        AutomationCore(
-            name=f"{PREFIX}a run without heartbeat has crashed",
-            description="A worker or its machine died; the parent gives its shards to another.",
-            trigger=EventTrigger(
-                after={"prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.*"},
-                match=_RUNS,
-                match_related=_TAGGED,
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=DEAD_AFTER,
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    state=StateType.CRASHED, message=f"no heartbeat for {DEAD_AFTER.total_seconds() / 60:.0f} minutes"
-                )
-            ],
+        _crash_of_silent(
+            "a run without heartbeat has crashed",
+            "A worker or its machine died; the parent gives its shards to another.",
+            HEARTBEAT,
+            DEAD_AFTER,
         ),
-        AutomationCore(
-            name=f"{PREFIX}a run that was taken and never began has crashed",
-            description="Its machine died between the two; it would hold its slot for ever.",
-            trigger=EventTrigger(
-                after={"prefect.flow-run.Pending"},
-                expect={"prefect.flow-run.*"},
-                match=_RUNS,
-                match_related=_TAGGED,
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=PENDING,
-            ),
-            actions=[ChangeFlowRunState(state=StateType.CRASHED, message="taken by a worker, and never began")],
+        _crash_of_silent(
+            "a run that was taken and never began has crashed",
+            "Its machine died between the two; it would hold its slot for ever.",
+            "prefect.flow-run.Pending",
+            PENDING,
         ),
         AutomationCore(
             name=f"{PREFIX}an extraction failed",

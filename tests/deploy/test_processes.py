@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
 from tests.deploy import kit
@@ -101,12 +102,17 @@ def test_the_services_beat_and_are_unhealthy_before_they_start_and_when_they_han
     site.wait("services", 60)
 
 
-def test_leases_are_kept_in_redis(site):
-    limit = {"name": "lease-test", "limit": 1, "active": True}
-    assert ask(site, "/v2/concurrency_limits/", limit)[0] == 201
-    body = {"names": ["lease-test"], "slots": 1, "mode": "concurrency", "lease_duration": 60}
+def take_lease(site, name):
+    """A limit of one, whose slot is held for ten minutes."""
+    assert ask(site, "/v2/concurrency_limits/", {"name": name, "limit": 1, "active": True})[0] == 201
+    body = {"names": [name], "slots": 1, "mode": "concurrency", "lease_duration": 600}
     assert ask(site, "/v2/concurrency_limits/increment-with-lease", body)[0] == 200
-    assert redis_keys(site, "prefect:concurrency:lease:*")
+
+
+def test_leases_are_kept_in_redis(site):
+    before = redis_keys(site, "prefect:concurrency:lease:*")
+    take_lease(site, "lease-test")
+    assert len(redis_keys(site, "prefect:concurrency:lease:*")) == len(before) + 1
 
 
 @pytest.mark.parametrize("pool", sorted(kit.POOLS))
@@ -119,12 +125,20 @@ def test_the_server_takes_the_kubernetes_templates(site, pool):
     assert (status, pool_read["base_job_template"]) == (200, kit.POOLS[pool])
 
 
-def test_a_worker_without_its_pool_ends_with_the_reason(site):
+def test_a_worker_without_its_pool_names_it_and_makes_none(site):
+    """Prefect 3.7.7 hangs then, with the thread of its health server, and does not even end when it is told to."""
     site.services["early"] = site.services["worker-cpu"] | {
         "command": ["nowhere" if word == "coresample-gpu" else word for word in site.services["worker-cpu"]["command"]]
     }
-    done = site.run("early")
-    assert done.returncode != 0 and "nowhere" in done.stdout + done.stderr
+    process, log, deadline = site.start("early"), site.folder / "early.log", time.monotonic() + 120
+    while "nowhere" not in log.read_text(errors="replace"):
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(1)
+    assert ask(site, "/work_pools/nowhere")[0] == 404
+    site.running.pop("early")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    process.wait(30)
 
 
 def test_bootstrap_makes_the_pools_and_deployments_and_may_run_again(pools):
@@ -149,9 +163,10 @@ def test_a_worker_is_healthy_and_ends_when_told_to(pools, service):
 
 
 def test_the_server_goes_on_after_a_restart(site):
+    take_lease(site, "over-a-restart")
     assert site.stop("server") in (0, 128 + signal.SIGTERM)
     assert site.health("server").returncode == 1
     site.start("server")
     site.wait("server", 240)
-    assert ask(site, "/v2/concurrency_limits/lease-test")[1]["active_slots"] == 1
+    assert ask(site, "/v2/concurrency_limits/over-a-restart")[1]["active_slots"] == 1
     assert shutil.which("redis-cli") and redis_keys(site, "prefect:concurrency:lease:*")
