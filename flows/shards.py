@@ -12,7 +12,7 @@ from extract_core.pipeline.share import still_open
 from extract_core.progress import reporter
 from extract_core.provenance import RunClock
 from flows.logs import LogReporter
-from tasks.extract import capture_shard, commit_shard, preflight
+from tasks.extract import capture_shard, commit_shard, preflight, whole
 
 
 def extract_shards(
@@ -50,8 +50,8 @@ def extract_shards(
         with clock.stage("extraction_s"):
             run_shards(
                 still_open(job, todo) if shared else todo,
-                lambda task: capture_shard(job, engine, folder, task, shown),
-                lambda captured: commit_shard.submit(job, captured),
+                lambda task: capture_shard(whole(job), whole(engine), whole(folder), whole(task), whole(shown)),
+                lambda captured: commit_shard.submit(whole(job), whole(captured)),
                 shown.shard_done,
                 job.spool_limit,
                 abandon=engine.kill,

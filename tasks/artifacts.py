@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ class ProgressArtifact(ShardProgress):
         super().__init__(todo)
         self._updated = 0.0
         self._artifact: UUID | None = None
+        self._sending: threading.Thread | None = None
         with told_not_raised("progress"):
             self._artifact = create_progress_artifact(  # type: ignore[assignment]
                 progress=0.0,
@@ -70,11 +72,23 @@ class ProgressArtifact(ShardProgress):
 
     def _show(self, done: int, *, force: bool = False) -> None:
         now = time.monotonic()
-        if force or now - self._updated > _UPDATE_EVERY_S:
-            self._updated = now
-            if self._artifact is not None:
-                with told_not_raised("progress"):
-                    update_progress_artifact(self._artifact, progress=round(100.0 * done / max(1, self.total), 1))
+        if self._artifact is None or not (force or now - self._updated > _UPDATE_EVERY_S):
+            return
+        if self._sending is not None:
+            if self._sending.is_alive() and not force:
+                return  # the API is slow; the next amount will do
+            self._sending.join()
+        self._updated = now
+        self._sending = threading.Thread(target=self._send, args=(done,), name="progress", daemon=True)
+        self._sending.start()
+        if force:
+            self._sending.join()
+
+    def _send(self, done: int) -> None:
+        """In a thread: the engine does not wait for Prefect's API."""
+        if self._artifact is not None:
+            with told_not_raised("progress"):
+                update_progress_artifact(self._artifact, progress=round(100.0 * done / max(1, self.total), 1))
 
 
 def shard_table(job: Job, commits: Mapping[int, ShardCommits]) -> None:

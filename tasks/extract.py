@@ -6,13 +6,14 @@ persists what it returns.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import State
 from prefect.tasks import Task, exponential_backoff
+from prefect.utilities.annotations import quote
 
 from extract_core import pipeline
 from extract_core.checks.run import CheckReport
@@ -26,6 +27,13 @@ from extract_core.retries import RETRIES, is_retryable
 from extract_core.settings import JobSettings
 from extract_core.spool import RunFolder
 from extract_core.store.records import CommitRecord, Manifest
+
+T = TypeVar("T")
+
+
+def whole(value: T) -> T:
+    """A parameter that Prefect passes on as it is; otherwise it walks through it twice for every shard."""
+    return quote(value)  # type: ignore[return-value]
 
 
 def _retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
