@@ -73,9 +73,8 @@ def extract_version(
 ) -> Manifest:
     """What the parent flow does; returns the version that stands at its end."""
     started, clock = time.time(), RunClock()
-    inline = isinstance(job_or_path, dict)
     path, given = (None, job_or_path) if isinstance(job_or_path, dict) else (job_or_path, {})
-    overrides = {**given, **(overrides or {})} if inline else overrides or {}
+    overrides = {**given, **(overrides or {})}
     settings = load_job(path, overrides)
     with clock.stage("planning_s"):
         job = plan_job(settings)
