@@ -218,8 +218,7 @@ def _capture(
         rows = []
         with UnsealedShard(path) as shard:
             for sample, ids in zip(samples, prompts, strict=True):
-                states = shard.rows(sample.first_row, len(ids))
-                echo = shard.token_ids(sample.first_row, len(ids))
+                states, echo = shard.sample(sample.segments)
                 result = check_sample_rows(states, echo, torch.from_numpy(ids.copy()), layer_ids=probe.layer_ids)
                 if isinstance(result, RowFailure):
                     raise PreflightError(

@@ -21,6 +21,7 @@ from extract_core.errors import (
 from extract_core.job import Job, new_attempt
 from extract_core.pipeline.todo import ShardTask
 from extract_core.planning.memory import wants_reference
+from extract_core.planning.plan import segments_of
 from extract_core.progress import reporter
 from extract_core.spool import RunFolder
 from extract_core.store.records import (
@@ -103,9 +104,9 @@ def capture_shard(
     shard, table = task.shard, task.table(job)
     known = set(task.known_killers)
     samples = [
-        JobSample(sample_id, first, token_ids.values.to_numpy().astype("<i4").tobytes())
-        for sample_id, first, token_ids in zip(
-            table["sample_id"].to_pylist(), table["first_row"].to_pylist(), table["token_ids"], strict=True
+        JobSample(sample_id, segments, token_ids.values.to_numpy().astype("<i4").tobytes())
+        for sample_id, segments, token_ids in zip(
+            table["sample_id"].to_pylist(), segments_of(table), table["token_ids"], strict=True
         )
     ]
     excluded: dict[str, Excluded] = {}

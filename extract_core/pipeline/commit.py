@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,8 @@ from extract_core.errors import (
 from extract_core.job import Job
 from extract_core.pipeline.capture import Captured
 from extract_core.planning.model import canonical_digest
+from extract_core.planning.plan import segments_of
+from extract_core.planning.prefixes import Run, fused
 from extract_core.progress import reporter
 from extract_core.store import layout
 from extract_core.store.commits import write_commit
@@ -138,9 +139,9 @@ def _check_and_seal(job: Job, captured: Captured, norm: FinalNormRef) -> CommitR
             *task.carried,
             *(item.model_copy(update={"attempts": item.attempts + before.get(item.sample_id, 0)}) for item in excluded),
         ]
-    rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
-    kept = [row for row in rows if row["sample_id"] in stats]
-    sealed = _seal(job, captured, kept) if kept else None
+    kept = _kept(captured, stats)
+    nodes = sorted({node for segments in kept.values() for node in segments})
+    sealed = _seal(job, captured, nodes) if nodes else None
     return CommitRecord(
         fingerprint=job.plan.fingerprint,
         shard=captured.shard,
@@ -153,7 +154,7 @@ def _check_and_seal(job: Job, captured: Captured, norm: FinalNormRef) -> CommitR
         hidden_size=job.model.hidden_size,
         dtype=job.dtype,  # type: ignore[arg-type]
         encoding=job.encoding,
-        samples=_records(captured, kept, sealed, stats) if sealed else [],
+        samples=_records(captured, kept, nodes, sealed, stats) if sealed else [],
         excluded=excluded,
         attempt=captured.attempt,
         engine={**captured.engine, "final_norm": norm.model_dump(mode="json")},
@@ -173,18 +174,15 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
         return stats, list(excluded.values())  # the engine wrote no file
     with UnsealedShard(captured.path) as shard, _one_thread():
         columns = captured.samples
-        for sample, first, count, token_ids in zip(
-            columns["sample_id"].to_pylist(),
-            columns["first_row"].to_pylist(),
-            columns["n_tokens"].to_pylist(),
-            columns["token_ids"],
-            strict=True,
+        for sample, segments, token_ids in zip(
+            columns["sample_id"].to_pylist(), segments_of(columns), columns["token_ids"], strict=True
         ):
             if sample in excluded:
                 continue
+            rows, echo = shard.sample(segments)
             result = check_sample_rows(
-                shard.rows(first, count),
-                shard.token_ids(first, count),
+                rows,
+                echo,
                 torch.from_numpy(token_ids.values.to_numpy().copy()),
                 layer_ids=job.layer_ids,
             )
@@ -222,7 +220,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedShard:
+def _kept(captured: Captured, stats: Mapping[str, SampleStats]) -> dict[str, list[Run]]:
+    """Segments of the samples that are kept; rows that only others use are left out of the shard."""
+    names = captured.samples["sample_id"].to_pylist()
+    held = {name: runs for name, runs in zip(names, segments_of(captured.samples), strict=True) if name in stats}
+    return dict(zip(held, fused(list(held.values())), strict=True))
+
+
+def _seal(job: Job, captured: Captured, nodes: Sequence[Run]) -> SealedShard:
     # Only what every attempt at this shard would write: the digest must not depend on who wrote it or when.
     provenance = {
         "architecture": job.model.architecture,
@@ -235,7 +240,7 @@ def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedSha
     }
     sealed = seal_shard(
         captured.path,
-        keep=[Segment(row["first_row"], row["n_tokens"]) for row in kept],
+        keep=[Segment(first, rows) for first, rows in nodes],
         metadata=provenance,
         encoding=job.encoding,
         target=seal_target(job.root, captured.path, job.encoding),
@@ -249,26 +254,32 @@ def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedSha
 
 
 def _records(
-    captured: Captured, kept: list[dict[str, Any]], sealed: SealedShard, stats: dict[str, SampleStats]
+    captured: Captured,
+    kept: Mapping[str, list[Run]],
+    nodes: Sequence[Run],
+    sealed: SealedShard,
+    stats: Mapping[str, SampleStats],
 ) -> list[SampleRecord]:
+    places = {
+        node: SegmentRecord(
+            shard=sealed.sha256,
+            first_row=new.first_row,
+            rows=new.rows,
+            byte_offset=new.byte_offset,
+            byte_length=new.byte_length,
+            xxh3=new.xxh3,
+        )
+        for node, new in zip(nodes, sealed.segments, strict=True)
+    }
     return [
         SampleRecord(
-            sample_id=row["sample_id"],
-            n_tokens=row["n_tokens"],
-            segments=[
-                SegmentRecord(
-                    shard=sealed.sha256,
-                    first_row=segment.first_row,
-                    rows=segment.rows,
-                    byte_offset=segment.byte_offset,
-                    byte_length=segment.byte_length,
-                    xxh3=segment.xxh3,
-                )
-            ],
-            greedy_token=captured.done.greedy.get(row["sample_id"]),
-            top1_token=captured.done.top1.get(row["sample_id"]),
-            norm_mean=stats[row["sample_id"]].norm_mean,
-            norm_max=stats[row["sample_id"]].norm_max,
+            sample_id=sample,
+            n_tokens=sum(rows for _, rows in segments),
+            segments=[places[segment] for segment in segments],
+            greedy_token=captured.done.greedy.get(sample),
+            top1_token=captured.done.top1.get(sample),
+            norm_mean=stats[sample].norm_mean,
+            norm_max=stats[sample].norm_max,
         )
-        for row, segment in zip(kept, sealed.segments, strict=True)
+        for sample, segments in kept.items()
     ]

@@ -238,7 +238,7 @@ def _index_table(job: Job, commits: Mapping[int, ShardCommits]) -> pa.Table:
     for shard, table in enumerate(job.plan.shards()):
         by_id = {record.sample_id: record for record in commits[shard].samples}
         ids = table["sample_id"].to_pylist()
-        kept = table.filter(pa.array([sample in by_id for sample in ids]))
+        kept = table.drop_columns("segments").filter(pa.array([sample in by_id for sample in ids]))
         records = [by_id[sample] for sample in ids if sample in by_id]
         computed = {
             "segments": [[segment.model_dump() for segment in record.segments] for record in records],

@@ -15,8 +15,10 @@ common way) alone.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -55,9 +57,8 @@ def lay_out(sequences: Sequence[Any], *, share: bool) -> ShardLayout:
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     if not share:
         return one_after_another(lengths)
-    offsets = np.concatenate(([0], np.cumsum(lengths)))
     flat = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in sequences]) if len(sequences) else np.empty(0)
-    order, common = trie_order(flat, offsets)
+    order, common = trie_order(flat, np.cumsum(lengths) - lengths, lengths)
     made = along_trie(lengths[order].tolist(), common.tolist())
     segments: list[list[Run]] = [[] for _ in sequences]
     for at, found in zip(order.tolist(), made.segments, strict=True):
@@ -119,12 +120,33 @@ def _nodes(path: list[tuple[int, int, int]], cuts: list[int]) -> list[Run]:
     for _, first, rows in path:
         inner = cuts[bisect_right(cuts, first) : bisect_left(cuts, first + rows)]
         edges = [first, *inner, first + rows]
-        nodes += [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        nodes += [(a, b - a) for a, b in pairwise(edges)]
     return nodes
 
 
+def fused(segments: Sequence[Sequence[Run]]) -> list[list[Run]]:
+    """Nodes of what is left of a layout: consecutive ones that the same samples use become one.
+
+    Args:
+        segments: of the samples that are left.
+    """
+    users = Counter(node for nodes in segments for node in nodes)
+    together = Counter((a, b) for nodes in segments for a, b in pairwise(nodes) if a[0] + a[1] == b[0])
+    joined = {(a, b) for (a, b), count in together.items() if count == users[a] == users[b]}
+    result = []
+    for nodes in segments:
+        made: list[Run] = []
+        for at, node in enumerate(nodes):
+            if at and (nodes[at - 1], node) in joined:
+                made[-1] = (made[-1][0], made[-1][1] + node[1])
+            else:
+                made.append(node)
+        result.append(made)
+    return result
+
+
 def into_shards(
-    lengths: Sequence[int], common: Sequence[int], *, most_rows: int, most_samples: int
+    lengths: Sequence[int], common: Sequence[int], *, most_rows: int, most_samples: int, most_tokens: int
 ) -> list[tuple[int, int]]:
     """Cut samples in the order of ``trie_order`` into shards: first sample and the one after the last, of each.
 
@@ -136,27 +158,30 @@ def into_shards(
         common: tokens that each has in common with the one before it.
         most_rows: target of a shard; only a single sample may be longer.
         most_samples: of a shard.
+        most_tokens: of a shard's samples, shared ones counted for each.
     """
     families = _families(lengths, common)
     weight = np.asarray(common, dtype=np.int64) // MIN_SHARED
     totals = np.zeros(len(lengths), dtype=np.int64)  # rows of the shard at hand up to and with each sample
     shards: list[tuple[int, int]] = []
-    start = at = rows = 0
+    start = at = rows = tokens = 0
     ends: list[int] = []
     while at < len(lengths):
         own = lengths[at] - _shared(ends, common[at])
-        if at > start and (rows + own > most_rows or at - start >= most_samples):
-            first, whole, count = families[at]
-            if first > start and whole <= most_rows and count <= most_samples:
-                stop = first
+        full = rows + own > most_rows or at - start >= most_samples or tokens + lengths[at] > most_tokens
+        if at > start and full:
+            family = families[at]
+            if family.start > start and family.fits(most_rows, most_samples, most_tokens):
+                stop = family.start
             else:
                 half = start + int(np.searchsorted(totals[start:at], rows / 2)) + 1
                 stop = at - int(np.argmin(weight[half : at + 1][::-1])) if half <= at else at
             shards.append((start, stop))
             start = at = stop
-            rows, ends = 0, []
+            rows, tokens, ends = 0, 0, []
             continue
         rows += own
+        tokens += lengths[at]
         totals[at] = rows
         ends.append(lengths[at])
         at += 1
@@ -165,40 +190,50 @@ def into_shards(
     return shards
 
 
-def _families(lengths: Sequence[int], common: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Of each sample's family: its first sample, and the rows and samples that it has in one shard."""
-    found: list[tuple[int, int, int]] = []
-    start = rows = 0
+@dataclass(slots=True)
+class _Family:
+    """Samples that share rows: the first, how many, and their rows in one shard."""
+
+    start: int
+    samples: int = 0
+    rows: int = 0
+    tokens: int = 0
+
+    def fits(self, most_rows: int, most_samples: int, most_tokens: int) -> bool:
+        return self.rows <= most_rows and self.samples <= most_samples and self.tokens <= most_tokens
+
+
+def _families(lengths: Sequence[int], common: Sequence[int]) -> list[_Family]:
+    """The family of each sample."""
+    found: list[_Family] = []
     ends: list[int] = []
-
-    def close(stop: int) -> None:
-        found.extend([(start, rows, stop - start)] * (stop - start))
-
     for at, (length, same) in enumerate(zip(lengths, common, strict=True)):
-        if at and same < MIN_SHARED:
-            close(at)
-            start, rows, ends = at, 0, []
-        rows += length - _shared(ends, same)
+        if not at or same < MIN_SHARED:
+            family, ends = _Family(at), []
+        family.samples += 1
+        family.rows += length - _shared(ends, same)
+        family.tokens += length
         ends.append(length)
-    close(len(lengths))
+        found.append(family)
     return found
 
 
 def trie_order(
-    ids: np.ndarray[Any, Any], offsets: Ints, release: Callable[[], None] = lambda: None
+    ids: np.ndarray[Any, Any], starts: Ints, lengths: Ints, release: Callable[[], None] = lambda: None
 ) -> tuple[Ints, Ints]:
     """Families in the order of their first samples, each depth first by token ids; equal samples by arrival.
 
     Args:
-        ids: int32 token ids of all samples, one after the other; may be mapped from a file.
-        offsets: int64 ``[N + 1]``, where each begins and the last ends.
+        ids: int32 token ids of all samples; may be mapped from a file.
+        starts: int64 ``[N]``, where each sample begins in ``ids``.
+        lengths: int64 ``[N]``, tokens of each.
         release: called now and then, when pages of ``ids`` that were read are not needed for a while.
 
     Returns:
         the samples' numbers in that order, and for each the tokens in common with the one before it (0 where a family
         begins).
     """
-    order, common = _lexicographic(ids, offsets, release)
+    order, common = _lexicographic(ids, starts, lengths, release)
     if not len(order):
         return order, common
     begins = common < MIN_SHARED
@@ -211,16 +246,17 @@ def trie_order(
     return order[families], common[families]
 
 
-def _lexicographic(ids: np.ndarray[Any, Any], offsets: Ints, release: Callable[[], None]) -> tuple[Ints, Ints]:
+def _lexicographic(
+    ids: np.ndarray[Any, Any], starts: Ints, lengths: Ints, release: Callable[[], None]
+) -> tuple[Ints, Ints]:
     """Sorts by the first tokens, then those that are tied by the next ones, and so on."""
-    count = len(offsets) - 1
-    lengths = np.diff(offsets)
+    count = len(starts)
     order, common = np.arange(count), np.zeros(count, dtype=np.int64)
     tied, group = np.arange(count), np.zeros(count, dtype=np.int64)
     depth, width = 0, MIN_SHARED
     while len(tied):
         who = order[tied]
-        chunk = _chunk(ids, offsets, who, depth, width, release)
+        chunk = _chunk(ids, starts[who] + depth, lengths[who] - depth, width, release)
         together = group[1:] == group[:-1]
         keys = chunk.view(f"S{4 * width}").ravel()
         if not bool((keys[1:] == keys[:-1])[together].all()):
@@ -240,19 +276,17 @@ def _lexicographic(ids: np.ndarray[Any, Any], offsets: Ints, release: Callable[[
 
 
 def _chunk(
-    ids: np.ndarray[Any, Any], offsets: Ints, who: Ints, depth: int, width: int, release: Callable[[], None]
+    ids: np.ndarray[Any, Any], starts: Ints, left: Ints, width: int, release: Callable[[], None]
 ) -> np.ndarray[Any, Any]:
-    """Tokens ``depth`` to ``depth + width`` of some samples as big-endian numbers above 0; 0 where a sample has ended.
+    """The next ``width`` tokens of some samples as big-endian numbers above 0; 0 where a sample has none left.
 
     Their bytes sort as the tokens do.
     """
-    result = np.zeros((len(who), width), dtype=">u4")
+    result = np.zeros((len(starts), width), dtype=">u4")
     steps = np.arange(width)
-    for at in range(0, len(who), _BATCH):
-        some = who[at : at + _BATCH]
-        starts, stops = offsets[some] + depth, offsets[some + 1]
-        places = starts[:, None] + steps
-        inside = places < stops[:, None]
+    for at in range(0, len(starts), _BATCH):
+        places = starts[at : at + _BATCH, None] + steps
+        inside = steps < left[at : at + _BATCH, None]
         result[at : at + _BATCH][inside] = ids[places[inside]].astype(np.int64) + 1
         del places, inside
         release()

@@ -1,4 +1,4 @@
-"""Shared prefixes: every sample reassembles from its segments, and nothing is stored twice that the cache would serve."""
+"""Shared prefixes: samples reassemble from their segments, and what the engine's cache may serve is stored once."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ def places(segments: list[tuple[int, int]]) -> list[int]:
     return [row for first, rows in segments for row in range(first, first + rows)]
 
 
-def flat(samples: list[Tokens]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = [len(ids) for ids in samples]
-    return np.array(list(itertools.chain(*samples)), np.int32), np.concatenate(([0], np.cumsum(lengths)))
+def flat(samples: list[Tokens]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
+    return np.array(list(itertools.chain(*samples)), np.int32), np.cumsum(lengths) - lengths, lengths
+
+
+def cut(lengths, same, *, most_rows: int, most_samples: int, most_tokens: int = 10**9) -> list[tuple[int, int]]:
+    return into_shards(lengths, same, most_rows=most_rows, most_samples=most_samples, most_tokens=most_tokens)
 
 
 def ordered(samples: list[Tokens]) -> tuple[list[Tokens], list[int]]:
@@ -128,7 +132,7 @@ def test_along_the_trie_is_the_layout_of_a_shard(samples: list[Tokens]) -> None:
 @examples(deadline=None, max_examples=300)
 def test_shards_hold_the_target(samples: list[Tokens], most_rows: int, most_samples: int) -> None:
     inorder, same = ordered(samples)
-    shards = into_shards(list(map(len, inorder)), same, most_rows=most_rows, most_samples=most_samples)
+    shards = cut(list(map(len, inorder)), same, most_rows=most_rows, most_samples=most_samples)
     assert [start for start, _ in shards] == [0, *(stop for _, stop in shards)][:-1] and shards[-1][1] == len(inorder)
     home: dict[int, set[int]] = defaultdict(set)
     family = np.cumsum([value < MIN_SHARED for value in same])
@@ -147,8 +151,8 @@ def test_shards_hold_the_target(samples: list[Tokens], most_rows: int, most_samp
 def test_samples_without_anything_in_common_keep_their_order() -> None:
     samples = [(7 - n, *range(20)) for n in range(8)]
     assert ordered(samples) == (samples, [0] * 8)
-    assert into_shards([21] * 8, [0] * 8, most_rows=63, most_samples=100) == [(0, 3), (3, 6), (6, 8)]
-    assert into_shards([21] * 8, [0] * 8, most_rows=1000, most_samples=5) == [(0, 5), (5, 8)]
+    assert cut([21] * 8, [0] * 8, most_rows=63, most_samples=100) == [(0, 3), (3, 6), (6, 8)]
+    assert cut([21] * 8, [0] * 8, most_rows=1000, most_samples=5) == [(0, 5), (5, 8)]
 
 
 def test_turns_and_answers() -> None:
@@ -172,7 +176,7 @@ def test_a_large_family_is_cut_where_it_has_least_in_common() -> None:
     system = tuple(range(32))
     chats = [(*system, *[100 + n] * 20, *[200 + turn] * 16) for n in range(6) for turn in range(3)]
     inorder, same = ordered(chats)
-    shards = into_shards(list(map(len, inorder)), same, most_rows=32 + 2 * 70 + 40, most_samples=100)
+    shards = cut(list(map(len, inorder)), same, most_rows=32 + 2 * 70 + 40, most_samples=100)
     assert all(start % 3 == 0 for start, _ in shards), shards
     assert len(shards) == 3
 
@@ -181,8 +185,16 @@ def test_a_large_family_is_cut_where_it_has_least_in_common() -> None:
 def test_few_samples(count: int) -> None:
     order, same = trie_order(*flat([(1, 2, 3)] * count))
     assert order.tolist() == same.tolist() == [0] * count
-    assert into_shards([3] * count, [0] * count, most_rows=2, most_samples=1) == [(0, 1)] * count
+    assert cut([3] * count, [0] * count, most_rows=2, most_samples=1) == [(0, 1)] * count
     assert lay_out([(1, 2, 3)] * count, share=True).rows == 3 * count
+
+
+def test_tokens_of_a_shard_are_bounded() -> None:
+    assert cut([40] * 6, [0, 39, 39, 39, 39, 39], most_rows=10**6, most_samples=99, most_tokens=100) == [
+        (0, 2),
+        (2, 4),
+        (4, 6),
+    ]
 
 
 def test_large_token_ids_and_zeros_sort_as_numbers() -> None:
