@@ -139,7 +139,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """After a step: samples that entered and left the engine since the last message, tokens computed so far."""
+    """After a step: samples that entered and left the engine since the last message; ``tokens`` is how many rows of
+    the shard the samples have that have left it so far.
+    """
 
     entered: list[str]
     finished: list[str]

@@ -8,9 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from extract_core.engine.preflight import PROMPTS, SETS, Probe
+from extract_core.engine.preflight import PROMPTS, SETS, TOKENS, Probe
 from extract_core.engine.preflight import preflight as run_preflight
 from extract_core.engine.protocol import FinalNorm, JobSample, ShardDone, ShardJob
 from extract_core.engine.supervisor import EngineSupervisor
@@ -28,6 +29,9 @@ from extract_core.store.records import (
     CommitRecord,
     Excluded,
 )
+
+
+_SHARDS_LOOKED_AT = 4  # for prompts of the self-test
 
 
 @dataclass
@@ -178,7 +182,6 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
     Raises:
         PreflightError, EngineError: nothing is extracted.
     """
-    prompts = (ids.values.to_numpy() for table in job.plan.shards() for ids in table["token_ids"])
     wanted = job.settings.preflight.reference if wants_reference(job.settings, job.model) else "never"
     if wanted == "never" and not job.captures_last:
         reporter().note(
@@ -187,13 +190,25 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
         )
     engine.preflight = run_preflight(
         engine,
-        list(islice(prompts, PROMPTS * SETS)),
+        _prompts(job),
         Probe(
             layer_ids=job.layer_ids,
             n_layers=job.model.n_layers,
             compute_dtype=job.model.dtype,
             folder=folder.path,
             reference=wanted,
+            shares=job.plan.meta.rows < job.plan.meta.tokens,
         ),
     )
     return engine.preflight
+
+
+def _prompts(job: Job) -> list[np.ndarray[Any, Any]]:
+    """Samples for the self-test, of different beginnings as far as a look at some shards finds them."""
+    found: dict[bytes, np.ndarray[Any, Any]] = {}
+    tables = islice(job.plan.shards(), _SHARDS_LOOKED_AT)
+    for ids in (ids.values.to_numpy() for table in tables for ids in table["token_ids"]):
+        found.setdefault(ids[:TOKENS].tobytes(), ids)
+        if len(found) == PROMPTS * SETS:
+            break
+    return list(found.values())
