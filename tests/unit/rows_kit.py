@@ -83,12 +83,16 @@ class Rows:
             hidden_size=job.model.hidden_size,
             dtype=job.dtype,
         )
+        written: set[tuple[int, int]] = set()
         for sample in request.samples:
             ids = np.frombuffer(sample.token_ids, "<i4")
             states, at = self._states(sample, ids), 0
-            for first, count in sample.segments:
-                writer.write_rows(first, raw(states[at : at + count]))
-                writer.write_token_ids(first, ids[at : at + count])
+            for node in sample.segments:
+                first, count = node
+                if node not in written:  # as the engine: who comes first
+                    writer.write_rows(first, raw(states[at : at + count]))
+                    writer.write_token_ids(first, ids[at : at + count])
+                written.add(node)
                 at += count
             assert at == len(ids)
         used = {row for sample in request.samples for first, n in sample.segments for row in range(first, first + n)}
