@@ -30,7 +30,6 @@ from extract_core.store.records import (
     Excluded,
 )
 
-
 _SHARDS_LOOKED_AT = 4  # for prompts of the self-test
 
 

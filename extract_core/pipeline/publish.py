@@ -269,6 +269,8 @@ def _manifest(
     engine_s = sum(record.timings.get("engine_s", 0.0) for record in records)
     made = origin(commits.values())
     timings = {"engine_s": engine_s, "tokens_per_s": made["extracted"]["tokens"] / engine_s if engine_s else 0.0}
+    if engine_s and any("computed" in record.timings for record in records):
+        timings["computed_per_s"] = sum(record.timings.get("computed", 0.0) for record in records) / engine_s
     if started is not None:
         timings["run_s"] = time.time() - started
     return Manifest(

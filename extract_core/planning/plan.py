@@ -146,6 +146,11 @@ class Plan:
             shard.index: self._read(shard.index, ["sample_id"])["sample_id"].to_pylist() for shard in self.meta.shards
         }
 
+    def lengths(self, index: int) -> dict[str, int]:
+        """Tokens of each sample of a shard by its id; reads nothing else of the plan."""
+        table = self._read(index, ["sample_id", "n_tokens"])
+        return dict(zip(table["sample_id"].to_pylist(), table["n_tokens"].to_pylist(), strict=True))
+
     def _read(self, index: int, columns: list[str] | None) -> pa.Table:
         where = f"{self.root.url}/{layout.plan_path(self.fingerprint, self.meta.plan_sha256)}"
         try:

@@ -39,7 +39,11 @@ class Saboteur(CPUCaptureWorker):
         """Fail before or after the real forward."""
         for new in scheduler_output.scheduled_new_reqs:
             token = new.prompt_token_ids[0]
-            if token == DIE or new.prompt_token_ids[-1] == DIE_AT_END or (token == DIE_WHILE_ILL and os.environ.get(ILL)):
+            if (
+                token == DIE
+                or new.prompt_token_ids[-1] == DIE_AT_END
+                or (token == DIE_WHILE_ILL and os.environ.get(ILL))
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
             if token == DIE_ONCE:
                 mark = Path(os.environ["SABOTEUR_MARK"])
