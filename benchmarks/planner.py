@@ -39,14 +39,15 @@ class Samples:
 
     def __init__(self, count: int, system: int) -> None:
         self._count, self._system = count, system
-        self.seconds = 0.0
+        self.seconds = self.cpu_s = 0.0
 
     def __iter__(self) -> Iterator[Sample]:
-        made, began = self._conversations(), time.perf_counter()
-        for sample in made:
+        began, used = time.perf_counter(), time.process_time()
+        for sample in self._conversations():
             self.seconds += time.perf_counter() - began
+            self.cpu_s += time.process_time() - used
             yield sample
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
 
     def _conversations(self) -> Iterator[Sample]:
         random = np.random.default_rng(0)
@@ -73,9 +74,10 @@ def measure(count: int, system: int, share: bool) -> dict[str, Any]:
     spec = JobSpec({"model": {"name": "none"}, "inputs": {}, "layout": layout})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory(prefix="coresample-bench-") as folder:
-        samples, began = Samples(count, system), time.perf_counter()
+        samples, began, used = Samples(count, system), time.perf_counter(), time.process_time()
         plan = make_plan(Root.open(folder), spec, iter(samples), shard_bytes=SHARD_BYTES)
         seconds = time.perf_counter() - began - samples.seconds
+        cpu_s = time.process_time() - used - samples.cpu_s
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     meta = plan.meta
     return {
@@ -87,6 +89,7 @@ def measure(count: int, system: int, share: bool) -> dict[str, Any]:
         "computed": meta.computed,
         "shards": len(meta.shards),
         "seconds": round(seconds, 2),
+        "cpu_s": round(cpu_s, 2),
         "making_samples_s": round(samples.seconds, 2),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "before_mib": before // 1024,

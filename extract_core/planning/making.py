@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,14 +190,26 @@ def _laid_out(spool: SampleSpool, piece: _Piece, *, share: bool) -> ShardLayout:
 def _write(parquet: Path, spool: SampleSpool, pieces: list[_Piece], *, share: bool) -> tuple[list[PlannedShard], int]:
     """One row group per shard; also how many tokens an engine computes for all."""
     shards, computed = [], 0
-    with pq.ParquetWriter(parquet, PLAN_SCHEMA, compression="zstd") as writer:
+    # Dictionaries would hide from zstd that shared prefixes are repeated.
+    plain = ("token_ids", "loss_mask", "segments", "sample_id")
+    few = [name for name in PLAN_SCHEMA.names if name not in plain]
+    with (
+        pq.ParquetWriter(parquet, PLAN_SCHEMA, compression="zstd", use_dictionary=few, write_statistics=few) as writer,
+        ThreadPoolExecutor(1, "plan-writer") as beside,
+    ):
+        waiting: Future[None] | None = None
         for index, piece in enumerate(pieces):
             made = _laid_out(spool, piece, share=share)
-            writer.write_table(spool.table(piece.samples, index, made.segments))
+            table = spool.table(piece.samples, index, made.segments)
             spool.release()
+            if waiting is not None:
+                waiting.result()
+            waiting = beside.submit(writer.write_table, table)
             count = len(piece.samples)
             shards.append(PlannedShard(index=index, rows=made.rows, samples=count, source=piece.source))
             computed += made.computed
+        if waiting is not None:
+            waiting.result()
     return shards, computed
 
 
@@ -232,7 +245,7 @@ class _Counts:
         n = len(sample.token_ids)
         self.ids.add(sample.sample_id)
         self.tokens += n
-        self.supervised += int(sample.loss_mask.sum())
+        self.supervised += int(np.count_nonzero(sample.loss_mask))
         self.truncated += sample.truncated
         self.methods[sample.mask_method] += 1
         self.lengths[(n - 1).bit_length()] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,8 @@ def with_segments(table: pa.Table, segments: Sequence[Sequence[Run]]) -> pa.Tabl
 def segments_array(segments: Sequence[Sequence[Run]]) -> pa.ListArray:
     """The column of these segments."""
     offsets = np.concatenate(([0], np.cumsum([len(runs) for runs in segments]))).astype(np.int32)
-    runs = np.array([run for sample in segments for run in sample], dtype=np.int64).reshape(-1, 2)
+    numbers = chain.from_iterable(chain.from_iterable(segments))
+    runs = np.fromiter(numbers, dtype=np.int64).reshape(-1, 2)
     parts = [pa.array(np.ascontiguousarray(column)) for column in (runs[:, 0], runs[:, 1])]
     values = pa.StructArray.from_arrays(parts, fields=list(SEGMENTS_TYPE.value_type))
     return pa.ListArray.from_arrays(offsets, values)

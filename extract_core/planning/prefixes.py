@@ -22,12 +22,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 MIN_SHARED = 16
 """Tokens of a block of the engine's prefix cache: samples that have fewer in common share no rows."""
 
 _WIDTH = 64  # tokens compared at a time, beyond the first MIN_SHARED
-_BATCH = 2**16  # samples looked at before the pages of their tokens are released
+_BATCH = 2**12  # samples looked at before the pages of their tokens are released; each maps up to 64 KiB of a file
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Run = tuple[int, int]
@@ -118,9 +119,11 @@ def _shared(ends: list[int], same: int) -> int:
 def _nodes(path: list[tuple[int, int, int]], cuts: list[int]) -> list[Run]:
     nodes = []
     for _, first, rows in path:
-        inner = cuts[bisect_right(cuts, first) : bisect_left(cuts, first + rows)]
-        edges = [first, *inner, first + rows]
-        nodes += [(a, b - a) for a, b in pairwise(edges)]
+        start, stop = bisect_right(cuts, first), bisect_left(cuts, first + rows)
+        if start == stop:
+            nodes.append((first, rows))
+        else:
+            nodes += [(a, b - a) for a, b in pairwise([first, *cuts[start:stop], first + rows])]
     return nodes
 
 
@@ -284,11 +287,16 @@ def _chunk(
     """
     result = np.zeros((len(starts), width), dtype=">u4")
     steps = np.arange(width)
+    windows = sliding_window_view(ids, width) if len(ids) >= width else ids[:0, None]
     for at in range(0, len(starts), _BATCH):
-        places = starts[at : at + _BATCH, None] + steps
-        inside = steps < left[at : at + _BATCH, None]
-        result[at : at + _BATCH][inside] = ids[places[inside]].astype(np.int64) + 1
-        del places, inside
+        some, rest = starts[at : at + _BATCH], left[at : at + _BATCH]
+        whole = np.flatnonzero(rest >= width)
+        result[at + whole] = windows[some[whole]].astype(np.uint32) + np.uint32(1)
+        part = np.flatnonzero(rest < width)
+        places, inside = some[part, None] + steps, steps < rest[part, None]
+        values = np.zeros(places.shape, dtype=np.uint32)
+        values[inside] = ids[places[inside]].astype(np.uint32) + np.uint32(1)
+        result[at + part] = values
         release()
     return result
 

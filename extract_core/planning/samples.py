@@ -17,6 +17,7 @@ from extract_core.planning.plan import PLAN_SCHEMA, segments_array
 from extract_core.planning.prefixes import Ints, Run
 
 _BUFFER = 2**20
+_KINDS: tuple[np.dtype[Any], ...] = (np.dtype("<i4"), np.dtype("u1"))
 
 
 class SampleSpool:
@@ -38,8 +39,9 @@ class SampleSpool:
 
     def add(self, sample: Sample) -> int:
         """Keep a sample; returns its number."""
-        for file, values, kind in zip(self._files, (sample.token_ids, sample.loss_mask), ("<i4", "u1"), strict=True):
-            file.write(np.ascontiguousarray(values, dtype=kind).data)
+        for file, values, kind in zip(self._files, (sample.token_ids, sample.loss_mask), _KINDS, strict=True):
+            exact = values.dtype == kind and values.flags.c_contiguous
+            file.write((values if exact else np.ascontiguousarray(values, dtype=kind)).data)
         self._ends.append(self._ends[-1] + len(sample.token_ids))
         self._ids.append(sample.sample_id)
         source = sample.source
@@ -54,9 +56,8 @@ class SampleSpool:
         """Nothing is added any more; what was added can be read."""
         for file in self._files:
             file.close()
-        kinds: tuple[Any, ...] = (np.dtype("<i4"), np.dtype("u1"))
         arrays = []
-        for path, kind in zip(self._paths, kinds, strict=True):
+        for path, kind in zip(self._paths, _KINDS, strict=True):
             if not path.stat().st_size:
                 arrays.append(np.empty(0, kind))
                 continue
