@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from extract_core.checks.rows import RowFailure, SampleStats, check_sample_rows
+from extract_core.checks.rows import RowFailure, SampleStats, ShardChecker
 from extract_core.errors import (
     CaptureError,
     StoreError,
@@ -173,19 +173,13 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
     if len(excluded) == len(captured.samples):
         return stats, list(excluded.values())  # the engine wrote no file
     with UnsealedShard(captured.path) as shard, _one_thread():
-        columns = captured.samples
+        checker, columns = ShardChecker(shard, job.layer_ids), captured.samples
         for sample, segments, token_ids in zip(
             columns["sample_id"].to_pylist(), segments_of(columns), columns["token_ids"], strict=True
         ):
             if sample in excluded:
                 continue
-            rows, echo = shard.sample(segments)
-            result = check_sample_rows(
-                rows,
-                echo,
-                torch.from_numpy(token_ids.values.to_numpy().copy()),
-                layer_ids=job.layer_ids,
-            )
+            result = checker.check(segments, torch.from_numpy(token_ids.values.to_numpy().copy()))
             if isinstance(result, RowFailure):
                 if result.reason in CAPTURE_FAULTS:
                     raise CaptureError(
