@@ -13,21 +13,16 @@ from typing import Any, Protocol, TypeVar
 
 from extract_core import pipeline, spool
 from extract_core.engine.supervisor import EngineSupervisor
-from extract_core.errors import CoresampleError
 from extract_core.job import Job, prepare
 from extract_core.pipeline import Captured, ShardTask
 from extract_core.progress import reporter
 from extract_core.provenance import RunClock
+from extract_core.retries import with_retries
 from extract_core.settings import JobSettings
 from extract_core.store.publisher import sole_publisher
 from extract_core.store.records import CommitRecord, Manifest
 from extract_core.store.versions import latest_version
 
-T = TypeVar("T")
-
-RETRIES = 3
-"""Tries after the first, for failures that may pass (store unavailable, engine replaced)."""
-RETRY_DELAYS_S = (2.0, 10.0, 30.0)
 TOLD_WAIT_S = 10.0
 """An engine that waited less for the store is not worth a word."""
 
@@ -45,24 +40,6 @@ class RunResult:
     new: bool
     seconds: float
     shards: int = 0
-
-
-def is_retryable(error: BaseException) -> bool:
-    """Whether trying the same again may help."""
-    return isinstance(error, CoresampleError) and error.retryable
-
-
-def with_retries(step: Callable[[], T], *, delays_s: tuple[float, ...] = RETRY_DELAYS_S) -> T:
-    """Call a step, again after a delay when its failure may pass."""
-    for delay in delays_s:
-        try:
-            return step()
-        except CoresampleError as error:
-            if not error.retryable:
-                raise
-            reporter().note(f"{error}; trying again in {delay:.0f} s")
-            time.sleep(delay)
-    return step()
 
 
 def run(settings: JobSettings, *, repair: bool = False) -> RunResult:

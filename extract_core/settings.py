@@ -79,6 +79,8 @@ def parse_bytes(value: object) -> object:
     return int(size)
 
 
+_WITH_PASSWORD = re.compile(r"([a-z][a-z0-9+.-]*://[^/@:]*):[^/@]*@", re.IGNORECASE)
+
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
@@ -97,6 +99,11 @@ def check_path(value: str) -> str:
     if len(value) > _LONGEST_PATH:
         raise ValueError(
             f"a path has at most {_LONGEST_PATH:,} characters, this has {len(value):,}; give a shorter one"
+        )
+    if _WITH_PASSWORD.match(value):
+        raise ValueError(
+            "a URL with a password in it would be stored and shown; leave it out, and set the credentials in the "
+            "environment or in the client's own configuration file"
         )
     if value.startswith("~") and os.path.expanduser(value) == value:  # noqa: PTH111 -- pathlib raises RuntimeError
         who = value.partition("/")[0]
@@ -188,16 +195,18 @@ class _Section(BaseModel):
         return _refuse_truth_values(cls.model_fields, value, info.field_name)
 
 
-_SECRETS = {"key", "secret", "token", "password", "secret_key", "access_key", "aws_secret_access_key", "account_key"}
+_SECRETS = re.compile(
+    r"token$|secret|passw|passphrase|credential|(^|_|access|customer)key$|connection_string", re.IGNORECASE
+)
 
 
 def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
-    """Storage options without secrets: jobs are stored, logged and shown in Prefect's UI.
+    """Options without secrets: jobs are stored, logged and shown in Prefect's UI.
 
     Raises:
         ValueError: names the option and where it belongs.
     """
-    found = sorted(name for name in _flat_names(options) if name.lower() in _SECRETS)
+    found = sorted(name for name in _flat_names(options) if _SECRETS.search(name))
     if found:
         raise ValueError(
             f"{', '.join(found)} is a secret and must not be in a job; set it in the environment (AWS_ACCESS_KEY_ID, "
@@ -320,7 +329,9 @@ class EngineSettings(_Section):
         ),
     )
     step_timeout_s: float = Field(600, gt=0, description="Replace the engine when no step ends for this long.")
-    extra: dict[str, Any] = Field(default_factory=dict, description="Further vLLM engine arguments, passed through.")
+    extra: Annotated[dict[str, Any], AfterValidator(refuse_secrets)] = Field(
+        default_factory=dict, description="Further vLLM engine arguments, passed through."
+    )
 
     @field_validator("enforce_eager")
     @classmethod
@@ -486,6 +497,20 @@ class JobSettings(BaseSettings):
         return (init_settings, env_settings)
 
 
+def job_tree(path: str | os.PathLike[str] | None, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a job file and overrides say, as one tree, without the environment and without any check of the values.
+
+    For a process on another machine, which has an environment of its own; see ``load_job``.
+
+    Raises:
+        SettingsError: the file cannot be read, or an override names a field of a value.
+    """
+    flags: dict[str, Any] = {}
+    for dotted, value in (overrides or {}).items():
+        _set(flags, dotted, value)
+    return _merged(_read_yaml(Path(path)) if path is not None else {}, flags)
+
+
 def load_job(path: str | os.PathLike[str] | None, overrides: dict[str, Any] | None = None) -> JobSettings:
     """Read a job file, the environment and overrides into one validated tree.
 
@@ -496,13 +521,8 @@ def load_job(path: str | os.PathLike[str] | None, overrides: dict[str, Any] | No
     Raises:
         SettingsError: names the file, the field, what came and, for an unknown field, the nearest known name.
     """
-    tree: dict[str, Any] = {}
     source = str(path) if path is not None else "settings"
-    if path is not None:
-        tree = _read_yaml(Path(path))
-    flags: dict[str, Any] = {}
-    for dotted, value in (overrides or {}).items():
-        _set(flags, dotted, value)
+    tree, flags = job_tree(path), job_tree(None, overrides)
     _refuse_unknown_variables()
     try:
         environment = EnvSettingsSource(JobSettings)()
@@ -734,7 +754,8 @@ def _explain(error: ValidationError, source: str) -> str:
             lines.append(f"{source}: field {field!r} is required and missing")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            came = "" if "storage_options" in item["loc"] else f"; got {_brief(item['input'])}"  # may hold a secret
+            secret = {"storage_options", "extra"} & set(item["loc"])
+            came = "" if secret else f"; got {_brief(item['input'])}"
             lines.append(f"{source}: field {field!r}: {message}{came}")
     return "\n".join(lines)
 
@@ -749,8 +770,8 @@ class _Brief(reprlib.Repr):
 
 
 def _brief(value: object) -> str:
-    """A value for a message, in about 200 characters."""
-    return shortened(_Brief().repr(value))
+    """A value for a message, in about 200 characters, without passwords of URLs."""
+    return shortened(_WITH_PASSWORD.sub(r"\1:***@", _Brief().repr(value)))
 
 
 def _known(loc: tuple[int | str, ...]) -> list[str]:

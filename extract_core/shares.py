@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -103,12 +104,18 @@ class Board:
         self.rows, self.stall_s, self.help_s = dict(rows), stall_s, help_s
         self.done: set[str] = set()
         self.live: dict[Hashable, Share] = {}
-        self._commits = 0
+        self._suspected: Counter[str] = Counter()
+        self._left_alone: set[str] = set()
 
     @property
     def open(self) -> list[str]:
         """Tasks without a commit record, in order."""
         return [name for name in self.rows if name not in self.done]
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether a further worker may get something done."""
+        return any(name not in self._left_alone for name in self.open)
 
     @property
     def rows_done(self) -> int:
@@ -118,6 +125,25 @@ class Board:
     def began(self, worker: Hashable, names: Sequence[str], now: float) -> None:
         """A worker runs this share from now on."""
         self.live[worker] = Share(tuple(names), now, now)
+
+    def runs(self, worker: Hashable, now: float) -> None:
+        """A worker has got its machine: from now on it can be slow, or stall."""
+        share = self.live[worker]
+        share.started = share.moved = now
+
+    def forgive(self, now: float) -> None:
+        """What was committed could not be seen for a while: nobody has stalled."""
+        for share in self.live.values():
+            share.moved = now
+
+    def suspect(self, name: str, most: int) -> None:
+        """A worker failed at this task: it goes last, and to nobody any more after ``most`` times."""
+        if name not in self.rows:
+            return
+        self.rows[name] = self.rows.pop(name)
+        self._suspected[name] += 1
+        if self._suspected[name] >= most:
+            self._left_alone.add(name)
 
     def ended(self, worker: Hashable) -> list[str]:
         """A worker is gone; returns what it leaves undone that no other has."""
@@ -162,7 +188,7 @@ class Board:
         if free <= 0:
             return []
         held = self._held()
-        unclaimed = {name: self.rows[name] for name in self.open if name not in held}
+        unclaimed = {name: self.rows[name] for name in self.open if name not in held and name not in self._left_alone}
         if unclaimed:
             return balance(unclaimed, free)
         help_for = self._slowest(now)

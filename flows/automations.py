@@ -18,8 +18,11 @@ from flows.parent import TAG
 
 HEARTBEAT_S = 30
 """PREFECT_FLOWS_HEARTBEAT_FREQUENCY of the deployments in prefect.yaml."""
-DEAD_AFTER = timedelta(seconds=5 * HEARTBEAT_S)
-"""With less than three heartbeats, healthy runs were marked crashed (measured, Prefect 3.7.7)."""
+DEAD_AFTER = timedelta(minutes=20)
+"""Longer than any outage of the server that runs are to survive: after a restart, Prefect judges by heartbeats that it
+could not receive. Parents look after their own workers sooner (``flows/fanout.py``); this is for everything else."""
+PENDING = timedelta(hours=1)
+"""Pulling a large image onto a new node may take most of it."""
 PREFIX = "coresample: "
 
 _TAGGED = ResourceSpecification({"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"})
@@ -56,9 +59,24 @@ def automations(notify: UUID | None, *, stall: timedelta) -> list[AutomationCore
             ),
             actions=[
                 ChangeFlowRunState(
-                    state=StateType.CRASHED, message=f"no heartbeat for {DEAD_AFTER.total_seconds():.0f} s"
+                    state=StateType.CRASHED, message=f"no heartbeat for {DEAD_AFTER.total_seconds() / 60:.0f} minutes"
                 )
             ],
+        ),
+        AutomationCore(
+            name=f"{PREFIX}a run that was taken and never began has crashed",
+            description="Its machine died between the two; it would hold its slot for ever.",
+            trigger=EventTrigger(
+                after={"prefect.flow-run.Pending"},
+                expect={"prefect.flow-run.*"},
+                match=_RUNS,
+                match_related=_TAGGED,
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=PENDING,
+            ),
+            actions=[ChangeFlowRunState(state=StateType.CRASHED, message="taken by a worker, and never began")],
         ),
         AutomationCore(
             name=f"{PREFIX}an extraction failed",
@@ -77,7 +95,7 @@ def automations(notify: UUID | None, *, stall: timedelta) -> list[AutomationCore
             description="Workers report every shard that they commit; none came for too long.",
             trigger=EventTrigger(
                 after={"coresample.extraction.started", "coresample.extraction.progress"},
-                expect={"coresample.extraction.progress", "coresample.extraction.ended"},
+                expect={f"coresample.extraction.{what}" for what in ("started", "progress", "ended")},
                 match=ResourceSpecification({"prefect.resource.id": ["coresample.dataset.*"]}),
                 for_each={"prefect.resource.id"},
                 posture=Posture.Proactive,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -39,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.no_deploy:
         return 0
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
-    return subprocess.call(command, cwd=HERE)
+    # Where it is set, Prefect would write this machine's folder into the deployments; each worker is to use its own.
+    environment = {name: value for name, value in os.environ.items() if name != "CORESAMPLE_HOME"}
+    return subprocess.call(command, cwd=HERE, env=environment)
 
 
 def set_up(chosen: argparse.Namespace) -> list[str]:

@@ -11,7 +11,7 @@ from extract_core.settings import refuse_secrets
 from extract_core.store.gc import Policy
 from extract_core.store.root import Root
 from flows.logs import told_to_run
-from flows.parent import extract_version, read_job
+from flows.parent import extract_version
 from tasks import artifacts
 from tasks.maintain import collect_garbage, verify_rows, verify_version
 
@@ -37,7 +37,7 @@ def re_extract(
         stall_minutes: A worker that commits no shard for so long is cancelled and its shards go to another.
     """
     with told_to_run():
-        extract_version(read_job(job, overrides), workers, worker_deployment, stall_minutes)
+        extract_version(job, overrides, workers, worker_deployment, stall_minutes)
 
 
 @flow(name="verify", persist_result=False, log_prints=False)
@@ -70,7 +70,13 @@ def verify(
         compared = None
         if deep and not found:
             compared = verify_rows(
-                root, report.version, _harmless(storage_options), samples=samples, seed=seed, model=model, engine=engine
+                root,
+                report.version,
+                _harmless(storage_options),
+                samples=samples,
+                seed=seed,
+                model=model,
+                engine=_harmless(engine),
             )
             found = compared.problems
         artifacts.verified(root, report, compared)
@@ -111,4 +117,4 @@ def _harmless(options: dict[str, Any] | None) -> dict[str, Any]:
     try:
         return refuse_secrets(options or {})
     except ValueError as error:
-        raise SettingsError(f"storage_options: {error}") from error
+        raise SettingsError(f"options: {error}") from error

@@ -21,7 +21,8 @@ from extract_core.errors import IncompleteError
 from extract_core.job import Job
 from extract_core.progress import reporter
 from extract_core.provenance import RunClock
-from extract_core.settings import JobSettings, load_job
+from extract_core.retries import with_retries
+from extract_core.settings import JobSettings, job_tree, load_job
 from extract_core.store.publisher import sole_publisher
 from extract_core.store.records import Manifest
 from extract_core.store.versions import latest_version
@@ -60,23 +61,25 @@ def extract(
         stall_minutes: A worker that commits no shard for so long is cancelled and its shards go to another.
     """
     with told_to_run():
-        extract_version(read_job(job, overrides), workers, worker_deployment, stall_minutes)
-
-
-def read_job(job: str | dict[str, Any], overrides: dict[str, Any] | None) -> JobSettings:
-    """The settings of a flow's parameters."""
-    inline = job if isinstance(job, dict) else {}
-    return load_job(None if isinstance(job, dict) else job, {**inline, **(overrides or {})})
+        extract_version(job, overrides, workers, worker_deployment, stall_minutes)
 
 
 def extract_version(
-    settings: JobSettings, workers: int | None, worker_deployment: str | None, stall_minutes: float
+    job_or_path: str | dict[str, Any],
+    overrides: dict[str, Any] | None,
+    workers: int | None,
+    worker_deployment: str | None,
+    stall_minutes: float,
 ) -> Manifest:
     """What the parent flow does; returns the version that stands at its end."""
     started, clock = time.time(), RunClock()
+    inline = isinstance(job_or_path, dict)
+    path, given = (None, job_or_path) if isinstance(job_or_path, dict) else (job_or_path, {})
+    overrides = {**given, **(overrides or {})} if inline else overrides or {}
+    settings = load_job(path, overrides)
     with clock.stage("planning_s"):
         job = plan_job(settings)
-    before = latest_version(job.root) or 0
+    before = with_retries(lambda: latest_version(job.root)) or 0
     title = f"{last_part(settings.root)} {last_part(job.model.name)} v{before + 1}"
     _name_run(title)
     work = outstanding(job, pipeline.SOUND)
@@ -88,8 +91,9 @@ def extract_version(
     with sole_publisher(job.root):
         if work.tasks:
             with clock.stage("extraction_s"):
-                _fan_out(job, settings, title, workers, worker_deployment, stall_minutes).extract(work.tasks)
-        if (existing := pipeline.settled(job, work)) is not None:
+                asked = job_tree(path, overrides)
+                _fan_out(job, asked, title, workers, worker_deployment, stall_minutes).extract(work.tasks)
+        if (existing := with_retries(lambda: pipeline.settled(job, work))) is not None:
             artifacts.summary(job, existing, new=False)
             return existing
         manifest = _publish(job, started, clock)
@@ -132,24 +136,24 @@ def _publish(job: Job, started: float, clock: RunClock) -> Manifest:
 
 def _fan_out(
     job: Job,
-    settings: JobSettings,
+    asked: dict[str, Any],
     title: str,
     workers: int | None,
     worker_deployment: str | None,
     stall_minutes: float,
 ) -> FanOut:
-    deployment = runs.Deployment.find(worker_deployment or default_deployment(settings))
+    deployment = runs.Deployment.find(worker_deployment or default_deployment(job.settings))
     if job.root.exclusive is False and workers != 1:
         reporter().note(f"{job.root.url} cannot create records exclusively: one worker at a time")
         workers = 1
     return FanOut(
         job,
         # Only what the job says: what it leaves open may be set by the environment of each worker.
-        {"settings": settings.model_dump(mode="json", exclude_unset=True), "fingerprint": job.plan.fingerprint},
+        {"settings": asked, "fingerprint": job.plan.fingerprint},
         deployment,
         workers,
         title,
-        [TAG, f"dataset:{last_part(settings.root)}"],
+        [TAG, f"dataset:{last_part(job.settings.root)}"],
         60 * stall_minutes,
     )
 

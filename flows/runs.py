@@ -1,6 +1,7 @@
 """Runs of a deployment as the parent flow sees them: started once, found again, watched, cancelled.
 
-Prefect's API may be away for a while (its server restarts): every call is tried for ``PATIENCE_S`` before it fails.
+Prefect's API may be away for a while (its server restarts): every call is tried for ``PATIENCE_S`` before it fails, and
+the time of the last outage is kept, so that nobody is taken for dead who only could not be heard.
 """
 
 from __future__ import annotations
@@ -26,39 +27,58 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
 from prefect.deployments import run_deployment
+from prefect.events.filters import EventAnyResourceFilter, EventFilter, EventNameFilter, EventOrder
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.states import Cancelling
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Cancelling, Crashed
 
 from extract_core.errors import SettingsError
 from extract_core.progress import reporter
 
 PATIENCE_S = 900.0
 _WAIT_S = 5.0
-_ALIVE = [
-    StateType.SCHEDULED,
-    StateType.PENDING,
-    StateType.RUNNING,
-    StateType.PAUSED,
-    StateType.CANCELLING,
-]
+_CLIENT_TRIES = 2
+"""Of Prefect's own client, which doubles its waits without bound."""
+_SLOW_S = 10.0
+"""A call that took so long met an outage, even if the client got through it by itself."""
+_ALIVE = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
+HEARTBEAT = "prefect.flow-run.heartbeat"
 T = TypeVar("T")
 
 
-def patiently(call: Callable[[SyncPrefectClient], T]) -> T:
+_outage = [float("-inf")]
+_told: set[str] = set()
+
+
+def answered_since() -> float:
+    """When (on ``time.monotonic``) the API last failed to answer; it has answered ever since."""
+    return _outage[0]
+
+
+def patiently(call: Callable[[SyncPrefectClient], T], patience_s: float = PATIENCE_S) -> T:
     """Call Prefect's API, again and again while it does not answer."""
-    deadline, told = time.monotonic() + PATIENCE_S, False
+    began, told = time.monotonic(), False
     while True:
+        tried = time.monotonic()
         try:
-            with get_client(sync_client=True) as client:
-                return call(client)
+            with (
+                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: _CLIENT_TRIES}),
+                get_client(sync_client=True) as client,
+            ):
+                answer = call(client)
         except (httpx.TransportError, PrefectHTTPStatusError) as error:
             lasting = isinstance(error, PrefectHTTPStatusError) and error.response.status_code < 500
-            if lasting or time.monotonic() > deadline:
+            if lasting or time.monotonic() > began + patience_s:
                 raise
+            _outage[0] = time.monotonic()
             if not told:
                 reporter().note(f"Prefect's API does not answer ({type(error).__name__}: {error}); waiting for it")
                 told = True
-            time.sleep(_WAIT_S)
+            time.sleep(min(_WAIT_S, patience_s))
+        else:
+            if told or time.monotonic() - tried > _SLOW_S:
+                _outage[0] = time.monotonic()
+            return answer
 
 
 @dataclass(frozen=True)
@@ -89,9 +109,13 @@ class Deployment:
     def slots(self) -> int:
         """Runs that its pool can have at once now, at least one.
 
-        Its limit; of a process pool no more than it has workers online, since each runs one at a time.
+        Its limit; of a process pool no more than it has workers online, since each runs one at a time. A pool of other
+        types without a limit has one for each worker online, which is told: such a worker could start many.
         """
         pool = patiently(lambda client: client.read_work_pool(self.pool))
+        if pool.type != "process" and not pool.concurrency_limit and self.pool not in _told:
+            _told.add(self.pool)
+            reporter().note(f"work pool {self.pool} has no limit: one worker run for each of its workers online")
         if pool.type == "process":
             return max(1, min(self.online(), pool.concurrency_limit or self.online()))
         return pool.concurrency_limit or max(1, self.online())
@@ -152,10 +176,41 @@ def look(run: UUID) -> FlowRun | None:
         return None
 
 
-def cancel(run: UUID) -> None:
+def has_living_parent(run: FlowRun) -> bool:
+    """Whether the flow run that started this one has not ended."""
+    if run.parent_task_run_id is None:
+        return False
+    try:
+        task_run = patiently(lambda client: client.read_task_run(run.parent_task_run_id))  # type: ignore[arg-type]
+    except ObjectNotFound:
+        return False
+    parent = look(task_run.flow_run_id) if task_run.flow_run_id is not None else None
+    return parent is not None and parent.state is not None and not parent.state.is_final()
+
+
+def last_heartbeat(run: UUID) -> UUID | None:
+    """The id of a run's newest heartbeat; None where none is known."""
+    wanted = EventFilter(
+        event=EventNameFilter(name=[HEARTBEAT]),
+        any_resource=EventAnyResourceFilter(id=[f"prefect.flow-run.{run}"]),
+        order=EventOrder.DESC,
+    )
+    page = patiently(lambda client: client.read_events(filter=wanted, limit=1))
+    return page.events[0].id if page.events else None
+
+
+def cancel(run: UUID, patience_s: float = PATIENCE_S) -> None:
     """Ask for a run's end; its worker then ends its process."""
     try:
-        patiently(lambda client: client.set_flow_run_state(run, Cancelling(), force=False))
+        patiently(lambda client: client.set_flow_run_state(run, Cancelling(), force=False), patience_s)
+    except ObjectNotFound:
+        return
+
+
+def declare_dead(run: UUID, reason: str) -> None:
+    """Mark a run as crashed whose process cannot say so any more."""
+    try:
+        patiently(lambda client: client.set_flow_run_state(run, Crashed(message=reason), force=True))
     except ObjectNotFound:
         return
 

@@ -41,8 +41,12 @@ def extract_shards(
         pipeline.make_supervisor(job, folder) as engine,
         LogFollower(folder.logs, heard.warn if isinstance(heard, LogReporter) else lambda level, line: None),
     ):
-        with clock.stage("preflight_s"):
-            preflight(job, engine, folder)
+        try:
+            with clock.stage("preflight_s"):
+                preflight(job, engine, folder)
+        except BaseException:
+            engine.kill()  # whoever cancels does not wait for an engine that is loading
+            raise
         with clock.stage("extraction_s"):
             run_shards(
                 still_open(job, todo) if shared else todo,

@@ -14,6 +14,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from extract_core import spool
 from extract_core.pipeline.share import share_of
 from extract_core.provenance import RunClock
+from extract_core.retries import with_retries
 from extract_core.settings import load_job
 from extract_core.shares import as_ranges, from_ranges
 from flows.logs import told_to_run
@@ -38,9 +39,9 @@ def extract_worker(settings: dict[str, Any], fingerprint: str, shards: str) -> N
     """
     with told_to_run() as told:
         job = open_planned(load_job(None, settings), fingerprint)
-        todo = share_of(job, from_ranges(shards))
+        todo = with_retries(lambda: share_of(job, from_ranges(shards)))
         if not todo:
             told.note(f"every shard of {shards} is committed already; no engine is started")
             return
         told.note(f"{len(todo)} shards to extract: {as_ranges(task.name for task in todo)}")
-        extract_shards(job, todo, lambda: artifacts.ProgressArtifact(job, todo), RunClock(), shared=True)
+        extract_shards(job, todo, lambda: artifacts.ProgressArtifact(job, todo, shards), RunClock(), shared=True)

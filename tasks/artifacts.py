@@ -47,14 +47,14 @@ def told_not_raised(what: str) -> Iterator[None]:
 class ProgressArtifact(ShardProgress):
     """Shard progress that also moves a progress bar in the Prefect UI, every few seconds at most."""
 
-    def __init__(self, job: Job, todo: Sequence[ShardTask]):
+    def __init__(self, job: Job, todo: Sequence[ShardTask], share: str = ""):
         super().__init__(todo)
         self._updated = 0.0
         self._artifact: UUID | None = None
         with told_not_raised("progress"):
             self._artifact = create_progress_artifact(  # type: ignore[assignment]
                 progress=0.0,
-                key=key("progress", job.plan.fingerprint[:12]),
+                key=key("progress", job.plan.fingerprint[:12], share)[:200].strip("-"),
                 description=f"Tokens extracted of {self.total:,}",
             )
 

@@ -49,6 +49,7 @@ class BoardArtifacts:
         self._table: UUID | None = None
         self._bar: UUID | None = None
         self._last = ""
+        self._held_by: dict[str, str] = {}
         plan = job.plan
         self._samples = {shard.index: shard.samples for shard in plan.meta.shards}
         self._what = f"plan {plan.fingerprint} of {job.root.url}"
@@ -93,21 +94,26 @@ class BoardArtifacts:
         for worker, share in board.live.items():
             for name in share.names:
                 having.setdefault(name, []).append(worker)
+        for name, held_by in having.items():
+            if name not in board.done:
+                self._held_by[name] = ", ".join(workers.get(worker, "") for worker in held_by)
         rows = [
             {
                 "shard": name,
                 "tokens": task.rows,
                 "samples": len(task.samples) if task.samples is not None else self._samples.get(task.shard, 0),
                 "state": "committed" if name in board.done else "given out" if name in having else "waiting",
-                "worker": ", ".join(workers.get(worker, "") for worker in having.get(name, [])),
+                "worker": self._held_by.get(name, ""),
                 **_of_record(committed.records.get(name)),
             }
             for name, task in self._todo.items()
         ]
-        if len(rows) > _MOST_ROWS:
-            rows = [row for row in rows if row["state"] != "committed"][:_MOST_ROWS]
+        left_out = max(0, len(rows) - _MOST_ROWS)
+        if left_out:  # what is still to be done first
+            rows = sorted(rows, key=lambda row: row["state"] == "committed")[:_MOST_ROWS]
+        what = f"{self._what}; {left_out:,} more shards are not shown" if left_out else self._what
         data = json.dumps(rows)
         if self._table is not None and data != self._last:
             self._last = data
             with told_not_raised("shard table"), get_client(sync_client=True) as client:
-                client.update_artifact(self._table, ArtifactUpdate(data=data, description=self._what))
+                client.update_artifact(self._table, ArtifactUpdate(data=data, description=what))

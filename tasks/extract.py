@@ -18,10 +18,11 @@ from extract_core import pipeline
 from extract_core.checks.run import CheckReport
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.job import Job, planned, prepare
-from extract_core.local import RETRIES, ShardProgress, is_retryable
+from extract_core.local import ShardProgress
 from extract_core.pipeline import Captured, Damage, ShardTask, Work
 from extract_core.progress import reporter
 from extract_core.provenance import RunClock
+from extract_core.retries import RETRIES, is_retryable
 from extract_core.settings import JobSettings
 from extract_core.spool import RunFolder
 from extract_core.store.records import CommitRecord, Manifest

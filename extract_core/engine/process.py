@@ -132,13 +132,17 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         patience = activity.Patience(self._process.pid, self._start_timeout_s, activity=True)
         try:
-            send(self._connection, self.spec)
-        except OSError as error:
-            raise self._ended(EngineStartError) from error
-        while not isinstance(event := self._next(patience, EngineStartError), Ready):
-            if isinstance(event, Starting):
-                self._stage = event.stage
-                on_stage(event.stage)
+            try:
+                send(self._connection, self.spec)
+            except OSError as error:
+                raise self._ended(EngineStartError) from error
+            while not isinstance(event := self._next(patience, EngineStartError), Ready):
+                if isinstance(event, Starting):
+                    self._stage = event.stage
+                    on_stage(event.stage)
+        except BaseException:
+            self.kill()  # an engine that nobody waits for any more would go on loading
+            raise
         self.info, self.final_norm, self._stage = event.info, event.final_norm, "ready"
         return event.info
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from extract_core.errors import CorruptDataError
 from extract_core.job import Job
 from extract_core.pipeline.todo import ShardTask, open_shards
 from extract_core.progress import reporter
+from extract_core.retries import with_retries
 from extract_core.store import layout
 from extract_core.store.commits import read_commit
+from extract_core.store.objects import lost_objects
 from extract_core.store.records import CommitRecord
 
 
@@ -20,19 +23,37 @@ def share_of(job: Job, names: Sequence[str]) -> list[ShardTask]:
     return [tasks[name] for name in names if name in tasks]
 
 
+def is_done(job: Job, task: ShardTask, record: CommitRecord | None) -> bool:
+    """Whether a task is done, given the commit record that stands for it.
+
+    A record that was there before stands again where a lost object came back with the same bits; then the object tells.
+
+    Raises:
+        StoreError: the root cannot be read.
+    """
+    if record is None:
+        return False
+    if record.attempt not in task.replaces and (task.replaces or task.restores is None):
+        return True
+    if task.restores is None:
+        return False
+    path, nbytes = task.restores
+    return not lost_objects(job.root, {path: nbytes})
+
+
 def is_committed(job: Job, task: ShardTask) -> bool:
-    """Whether a commit record stands that this task would not replace."""
+    """Whether a task was done meanwhile; see ``is_done``."""
     try:
         record = read_commit(job.root, job.plan.fingerprint, task.shard, task.round)
     except CorruptDataError:
         return False  # to be replaced, or told when the task is committed
-    return record is not None and record.attempt not in task.replaces
+    return is_done(job, task, record)
 
 
 def still_open(job: Job, tasks: Iterable[ShardTask]) -> Iterator[ShardTask]:
     """The tasks one after the other, without those that another worker has committed by the time they come up."""
     for task in tasks:
-        if is_committed(job, task):
+        if with_retries(partial(is_committed, job, task)):
             reporter().note(f"shard {task.name} was committed by another worker")
         else:
             yield task
@@ -97,7 +118,7 @@ class Committed:
                 record = read_commit(root, fingerprint, *key)
             except CorruptDataError:
                 continue
-            if record is not None and record.attempt not in task.replaces:
+            if record is not None and is_done(self._job, task, record):
                 found.append(task.name)
                 self.records[task.name] = CommitSummary.of(record)
                 del self._waiting[key]

@@ -34,6 +34,7 @@ class ShardTask:
         carried: samples that the record names as excluded without trying them.
         replaces: attempts, or sha256 of damaged records, that the new record may replace; see ``write_commit``.
         lost: the shard file that is lost or damaged.
+        restores: path and bytes of the object that must be there afterwards, where a record stands already.
     """
 
     shard: int
@@ -44,6 +45,7 @@ class ShardTask:
     carried: tuple[Excluded, ...] = ()
     replaces: frozenset[str] = frozenset()
     lost: str | None = None
+    restores: tuple[str, int] | None = None
 
     @property
     def name(self) -> str:
@@ -208,6 +210,7 @@ def _again(job: Job, shard: int, record: CommitRecord) -> ShardTask:
         carried=tuple(record.excluded),
         replaces=frozenset({record.attempt}),
         lost=record.object,
+        restores=None if record.object is None else (record.object, record.nbytes),
     )
 
 
@@ -235,7 +238,8 @@ def _for_norms(job: Job, commits: dict[int, ShardCommits], lost: dict[str, str])
     for record in all_records(commits):
         norm = record.final_norm
         if record.object is not None and norm is not None and norm.path in lost and norm.path not in tasks:
-            tasks[norm.path] = replace(_again(job, record.shard, record), replaces=frozenset())
+            again = _again(job, record.shard, record)
+            tasks[norm.path] = replace(again, replaces=frozenset(), restores=(norm.path, norm.nbytes))
     return list(tasks.values())
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from extract_core import local, pipeline, spool
+from extract_core import local, pipeline, retries, spool
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import CoresampleError
 from extract_core.job import prepare
@@ -199,12 +199,12 @@ class Soak:
         self.proxy.rates = dict(RATES)
         for _ in range(5):
             try:
-                job = local.with_retries(lambda: prepare(settings))
+                job = retries.with_retries(lambda: prepare(settings))
                 if self.engine is None:
                     self.engine = pipeline.make_supervisor(job, folder)
                 local.extract(job, self.engine)
-                report = local.with_retries(lambda job=job: pipeline.validate(job))
-                manifest = local.with_retries(lambda job=job, report=report: pipeline.publish(job, report))
+                report = retries.with_retries(lambda job=job: pipeline.validate(job))
+                manifest = retries.with_retries(lambda job=job, report=report: pipeline.publish(job, report))
                 break
             except CoresampleError as error:
                 self.faults["runs refused"] += 1

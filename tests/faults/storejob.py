@@ -23,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from extract_core import local, pipeline
+from extract_core import local, pipeline, retries
 from extract_core.cli.common import understood
 from extract_core.engine.protocol import FinalNorm, Progress, ShardDone, ShardJob
 from extract_core.job import Job
@@ -112,7 +112,7 @@ def run(path: Path, root: str, *, repair: bool = False, **options: Any) -> Manif
     settings = load_job(path, {"root": root})
     with (
         mock.patch.object(pipeline, "make_supervisor", lambda job, folder: RandomRows(job, **options)),
-        mock.patch.dict(local.with_retries.__kwdefaults__, delays_s=DELAYS_S),
+        mock.patch.dict(retries.with_retries.__kwdefaults__, delays_s=DELAYS_S),
     ):
         return local.run(settings, repair=repair).manifest
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract_core import local, pipeline
+from extract_core import local, pipeline, retries
 from extract_core.engine.protocol import FinalNorm, ShardDone
 from extract_core.errors import (
     CaptureError,
@@ -145,7 +145,7 @@ def test_a_commit_goes_on_after_the_store_was_away(job: Job, step: str, monkeypa
 
     shard = captured(job, 0, spoil=first_of(job, 0))
     monkeypatch.setattr(Root, step, away_once)
-    record = local.with_retries(lambda: pipeline.commit_shard(job, shard), delays_s=(0.0,))
+    record = retries.with_retries(lambda: pipeline.commit_shard(job, shard), delays_s=(0.0,))
     assert calls >= 2
     assert record.attempt == shard.attempt
     assert [item.reason for item in record.excluded] == ["not_finite"]

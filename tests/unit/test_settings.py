@@ -82,6 +82,12 @@ def test_flags_win_over_environment_and_that_over_the_file(job: Path, monkeypatc
         ({"store.shard_bytes": 0}, r"field 'store.shard_bytes'.*greater than 0"),
         ({"completeness": 2}, r"field 'completeness'.*less than or equal to 1; got 2"),
         ({"store.storage_options": {"secret": "hunter2"}}, r"secret is a secret and must not be in a job"),
+        ({"store.storage_options": {"client_kwargs": {"aws_session_token": "x"}}}, r"aws_session_token is a secret"),
+        ({"store.storage_options": {"connection_string": "x"}}, r"connection_string is a secret"),
+        ({"store.storage_options": {"s3_additional_kwargs": {"SSECustomerKey": "x"}}}, r"SSECustomerKey is a secret"),
+        ({"engine.extra": {"hf_token": "x"}}, r"hf_token is a secret"),
+        ({"root": "s3://key:hunter2@bucket/data"}, r"a URL with a password in it would be stored and shown"),
+        ({"data.path": "sftp://me:hunter2@host/chats.jsonl"}, r"a URL with a password in it"),
         (
             {"data.storage_options": {"client_kwargs": {"aws_secret_access_key": "x"}}},
             r"aws_secret_access_key is a secret",
@@ -92,6 +98,7 @@ def test_mistakes_name_the_field(job: Path, change: dict[str, object], message: 
     with pytest.raises(SettingsError, match=message) as caught:
         load_job(job, change)
     assert str(job) in str(caught.value)
+    assert "hunter2" not in str(caught.value)
     assert caught.value.exit_code == 2
 
 

@@ -42,10 +42,12 @@ class Browser:
         field.press("Enter")
         page.wait_for_url(re.compile("dashboard"), timeout=60_000)  # type: ignore[attr-defined]
 
-    def look(self, path: str, *texts: str, picture: str = "") -> str:
-        """Open a page, wait until it shows all the texts, keep a picture; returns the page's text."""
+    def look(self, path: str, *texts: str, tab: str = "", picture: str = "") -> str:
+        """Open a page (and a tab of it), wait until it shows all the texts, keep a picture; returns the page's text."""
         page = self._page
         page.goto(f"{self._url}{path}")  # type: ignore[attr-defined]
+        if tab:
+            page.get_by_role("tab", name=tab).or_(page.get_by_text(tab, exact=True)).first.click(timeout=60_000)  # type: ignore[attr-defined]
         for text in texts:
             page.get_by_text(text).first.wait_for(timeout=60_000)  # type: ignore[attr-defined]
         page.wait_for_timeout(1500)  # type: ignore[attr-defined] -- charts move into place

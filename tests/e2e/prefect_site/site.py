@@ -266,6 +266,10 @@ class Site:
         body = {"logs": {"flow_run_id": {"any_": [run]}}, "limit": 200, "sort": "TIMESTAMP_ASC"}
         return [line["message"] for line in self.ask("POST", "/logs/filter", body)]
 
+    def wait_said(self, run: str, text: str) -> None:
+        """Wait until a run's logs hold a text; they come in batches, after what they tell of."""
+        self.wait_until(f"the logs say {text!r}", lambda: any(text in line for line in self.logs(run)), 30)
+
     def artifacts(self, kind: str = "") -> list[dict[str, Any]]:
         """Newest first."""
         found = self.ask("POST", "/artifacts/filter", {"limit": 200, "sort": "UPDATED_DESC"})
