@@ -14,7 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from extract_core.cli import app
 from extract_core.job import Job, prepare
 from extract_core.planning.plan import segments_of
 from extract_core.planning.prefixes import fused, lay_out
@@ -299,3 +301,28 @@ def test_nodes_that_nothing_parts_become_one(words: list[str], dice: random.Rand
 
 def _follows(nodes: list[tuple[int, int]], row: int) -> bool:
     return any(a[0] + a[1] == b[0] == row for a, b in itertools.pairwise(nodes))
+
+
+def test_plan_and_status_say_what_sharing_saves(case: Case) -> None:
+    settings = case.settings(ROWS)
+    path = str(case.folder / "job.yaml")
+
+    def told(*words: str) -> str:
+        done = CliRunner().invoke(app, list(words))
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    document = json.loads(told("plan", path, "--json"))
+    meta = prepare(settings).plan.meta
+    assert (document["tokens"], document["rows"], document["computed"]) == (meta.tokens, meta.rows, meta.computed)
+    assert document["to_extract"]["tokens"] == meta.tokens and document["to_extract"]["rows"] == meta.rows
+    assert document["estimate"]["tokens"] == meta.rows
+    text = " ".join(told("plan", path).split())
+    assert f"{meta.rows:,} rows are stored ({meta.tokens / meta.rows:.2f} times fewer)" in text
+    run(settings)
+    (plan,) = json.loads(told("status", case.root.url, "--json"))["plans"]
+    assert plan["tokens_committed"] == plan["tokens"] == meta.tokens
+    assert plan["rows_committed"] == plan["rows"] == meta.rows
+    run(case.settings(ROWS[5:]))
+    document = json.loads(told("plan", path, "--json"))
+    assert document["to_extract"] == {"samples": 0, "tokens": 0, "rows": 0, "shards": 0}
