@@ -207,7 +207,8 @@ def _check_segments(table: pa.Table, rows: int) -> None:
     if column.null_count or runs.null_count or firsts.null_count or counts.null_count:
         raise ValueError("segments are missing")
     first, count = firsts.to_numpy(), counts.to_numpy()
-    if (first < 0).any() or (count < 1).any() or (first > rows - count).any():
+    most = min(max(rows, 0), 2**62)  # a damaged number of rows may be any
+    if not ((first >= 0) & (count >= 1) & (count <= most) & (first <= most - count)).all():
         raise ValueError(f"segments lie outside the {rows} rows of the shard")
     ends = np.concatenate(([0], np.cumsum(count)))
     offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
