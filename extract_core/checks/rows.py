@@ -100,6 +100,10 @@ class ShardChecker:
         found = _together([self._scan(segment) for segment in segments], expected)
         return found if isinstance(found, RowFailure) else self._identical(segments, expected) or found
 
+    def faulty(self, segments: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """The segment by whose rows a sample that was checked fails; None where no segment is at fault by itself."""
+        return next((segment for segment in segments if self._scan(segment).failure is not None), None)
+
     def _scan(self, segment: tuple[int, int]) -> _Scan:
         scan = self._scans.get(segment)
         if scan is None:

@@ -39,7 +39,7 @@ from extract_core.store.versions import named_by_a_version
 CAPTURE_FAULTS = frozenset({"shape", "row_count", "token_echo", "zero_row", "identical_rows"})
 """Row failures that no sample can cause by itself: they stop the run instead of shrinking the dataset."""
 MOST_FAILED, MOST_FAILED_SHARE = 4, 0.05
-"""Samples of a shard that may fail their row checks before it is the machine's fault."""
+"""Samples of a shard that may fail their row checks, each by rows of its own, before it is the machine's fault."""
 
 
 def commit_shard(job: Job, captured: Captured) -> CommitRecord:
@@ -169,7 +169,9 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
     import torch
 
     excluded = {item.sample_id: item for item in captured.excluded}
+    known = excluded.keys() | {item.sample_id for item in (captured.task.earlier if captured.task else ())}
     stats: dict[str, SampleStats] = {}
+    faults: set[object] = set()  # of samples that share the faulty rows, one
     if len(excluded) == len(captured.samples):
         return stats, list(excluded.values())  # the engine wrote no file
     with UnsealedShard(captured.path) as shard, _one_thread():
@@ -187,11 +189,12 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
                         "come from the capture, not from the sample; nothing of this shard is kept"
                     )
                 excluded[sample] = Excluded(sample_id=sample, reason=result.reason, detail=result.detail)
+                if sample not in known:
+                    faults.add(checker.faulty(segments) or sample)
             else:
                 stats[sample] = result
-    known = {item.sample_id for item in [*captured.excluded, *(captured.task.earlier if captured.task else ())]}
-    failed = len(excluded.keys() - known)
-    if failed > max(MOST_FAILED, MOST_FAILED_SHARE * len(columns)):
+    if len(faults) > max(MOST_FAILED, MOST_FAILED_SHARE * len(columns)):
+        failed = len(excluded.keys() - known)
         reasons = Counter(item.reason for item in excluded.values())
         raise CaptureError(
             f"shard {captured.shard}: {failed} of {len(columns)} samples fail their row checks ({dict(reasons)}); so "

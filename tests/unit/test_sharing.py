@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from extract_core.cli import app
+from extract_core.errors import CaptureError
 from extract_core.job import Job, prepare
 from extract_core.planning.plan import segments_of
 from extract_core.planning.prefixes import fused, lay_out
@@ -166,6 +167,21 @@ def _own_rows(job: Job, rows: list[list[int]]) -> set[tuple[int, int]]:
             used = {(shard, row) for first, count in segments for row in range(first, first + count)}
             (ours if ids in rows else others).update(used)
     return ours - others
+
+
+def test_one_fault_in_a_long_conversation_does_not_stop_the_run(case: Case) -> None:
+    """All later turns share the faulty rows: that is one fault, however many samples fail."""
+    turns = chat(9, turns=7)
+    settings = case.settings([*ROWS, *turns], store__shard_bytes="1MiB")
+    job = prepare(settings)
+    result, _, _ = run(settings, spoil={id_of(job, row) for row in turns[1:]})
+    assert result.manifest.accounting.quarantined == {"not_finite": 6}
+    case.sound([*ROWS, turns[0]])
+    other = Case(case.folder / "other")
+    settings = other.settings([*ROWS, *turns], store__shard_bytes="1MiB")
+    job = prepare(settings)
+    with pytest.raises(CaptureError, match="6 of 35 samples fail their row checks"):
+        run(settings, spoil={id_of(job, chat(n)[2]) for n in range(6)})
 
 
 def test_a_killer_takes_only_its_own_rows(case: Case) -> None:
