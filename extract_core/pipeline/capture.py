@@ -156,6 +156,11 @@ def capture_shard(
     for sample, why in done.refused.items():
         reason, _, detail = why.partition(": ")
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
+    if again := int(done.counters.get("samples_again", 0)):
+        reporter().note(
+            f"shard {task.name}: {again} of {len(samples)} samples were computed again without the prefix cache, which "
+            "had served rows that no other sample stores"
+        )
     info = {**engine.info, "preflight": engine.preflight}
     return Captured(shard, attempt, path, table, done, list(excluded.values()), info, engine.final_norm, task=task)
 
