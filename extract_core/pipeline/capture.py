@@ -156,9 +156,9 @@ def capture_shard(
     for sample, why in done.refused.items():
         reason, _, detail = why.partition(": ")
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
-    if again := int(done.counters.get("samples_again", 0)):
+    if repeated := int(done.counters.get("samples_again", 0)):
         reporter().note(
-            f"shard {task.name}: {again} of {len(samples)} samples were computed again without the prefix cache, which "
+            f"shard {task.name}: {repeated} of {len(samples)} samples were computed again without the prefix cache, which "
             "had served rows that no other sample stores"
         )
     info = {**engine.info, "preflight": engine.preflight}
