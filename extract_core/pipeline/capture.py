@@ -158,8 +158,8 @@ def capture_shard(
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
     if repeated := int(done.counters.get("samples_again", 0)):
         reporter().note(
-            f"shard {task.name}: {repeated} of {len(samples)} samples were computed again without the prefix cache, which "
-            "had served rows that no other sample stores"
+            f"shard {task.name}: {repeated} of {len(samples)} samples were computed again without the prefix cache, "
+            "which had served rows that no other sample stores"
         )
     info = {**engine.info, "preflight": engine.preflight}
     return Captured(shard, attempt, path, table, done, list(excluded.values()), info, engine.final_norm, task=task)
