@@ -395,6 +395,13 @@ class StoreSettings(_Section):
             "extract everything."
         ),
     )
+    share_prefixes: bool = Field(
+        True,
+        description=(
+            "Compute and store token prefixes that samples have in common (system prompts, earlier turns) once per "
+            "shard; false: every sample by itself."
+        ),
+    )
     client: Literal["auto", "s3fs", "obstore"] = Field(
         "auto",
         description=(

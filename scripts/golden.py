@@ -86,8 +86,9 @@ def _keep_rows(folder: Path) -> None:
     index = pq.read_table(next((folder / "dataset" / "indexes").glob("*.parquet")))
     rows, names = [], []
     for sample, segments in zip(index["sample_id"].to_pylist(), index["segments"].to_pylist(), strict=True):
-        states = _read(folder / "dataset" / "shards" / f"{segments[0]['shard']}.safetensors", segments[0])
-        rows.append(states[:POSITIONS].float().numpy())
+        shards = folder / "dataset" / "shards"
+        parts = [_read(shards / f"{segment['shard']}.safetensors", segment).float().numpy() for segment in segments]
+        rows.append(np.concatenate(parts)[:POSITIONS])
         names.append(sample)
     np.save(folder / "rows.npy", np.concatenate(rows))
     (folder / "rows.json").write_text(json.dumps({"positions": POSITIONS, "samples": names}, indent=1) + "\n")

@@ -1,10 +1,11 @@
-"""Checks of one sample's rows, right after they were captured. A sample that fails is quarantined, never published."""
+"""Checks of samples' rows, right after they were captured. A sample that fails is quarantined, never published."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -54,31 +55,140 @@ def check_sample_rows(
     names = list(range(layers)) if layer_ids is None else list(layer_ids)
     if len(names) != layers:
         return RowFailure("shape", f"rows have {layers} layers, expected {len(names)}: {names}")
-    expected, echoed = expected_token_ids.to(torch.int64), token_ids.to(torch.int64)
+    expected = expected_token_ids.to(torch.int64)
+    failure = _miscounted(rows, token_ids.to(torch.int64), expected)
+    if failure is not None:
+        return failure
+    found = _together([_scan(hidden, names)], expected)
+    return found if isinstance(found, RowFailure) else _all_identical(hidden, expected, names) or found
+
+
+class RowReader(Protocol):
+    """Gives rows ``[n, L, H]`` and token ids ``[n]`` of a shard that is being made (``store.unsealed``)."""
+
+    def rows(self, first_row: int, rows: int) -> torch.Tensor:
+        """Rows from ``first_row`` on."""
+
+    def token_ids(self, first_row: int, rows: int) -> torch.Tensor:
+        """Their token ids."""
+
+
+class ShardChecker:
+    """Checks the samples of a shard as ``check_sample_rows`` does, looking at rows that samples share once.
+
+    Args:
+        shard: where the rows are.
+        layer_ids: of the rows.
+    """
+
+    def __init__(self, shard: RowReader, layer_ids: Sequence[int]):
+        self._shard, self._names = shard, list(layer_ids)
+        self._scans: dict[tuple[int, int], _Scan] = {}
+
+    def check(self, segments: Sequence[tuple[int, int]], expected_token_ids: torch.Tensor) -> SampleStats | RowFailure:
+        """Check one sample.
+
+        Args:
+            segments: (first row, rows), in the order of positions.
+            expected_token_ids: ``[n]``, what was asked for.
+        """
+        expected = expected_token_ids.to(torch.int64)
+        echoed = torch.cat([self._shard.token_ids(first, rows) for first, rows in segments]).to(torch.int64)
+        failure = _miscounted(sum(rows for _, rows in segments), echoed, expected)
+        if failure is not None:
+            return failure
+        found = _together([self._scan(segment) for segment in segments], expected)
+        return found if isinstance(found, RowFailure) else self._identical(segments, expected) or found
+
+    def faulty(self, segments: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """The segment by whose rows a sample that was checked fails; None where no segment is at fault by itself."""
+        return next((segment for segment in segments if self._scan(segment).failure is not None), None)
+
+    def _scan(self, segment: tuple[int, int]) -> _Scan:
+        scan = self._scans.get(segment)
+        if scan is None:
+            scan = self._scans[segment] = _scan(self._shard.rows(*segment), self._names)
+        return scan
+
+    def _identical(self, segments: Sequence[tuple[int, int]], expected: torch.Tensor) -> RowFailure | None:
+        """Looks at all rows only where two of different tokens are the same."""
+        other = torch.nonzero(expected != expected[0])
+        if other.numel() == 0:
+            return None
+        one, first = (self._shard.rows(_row_of(segments, position), 1) for position in (int(other[0]), 0))
+        if not bool((one == first).all(dim=-1).any()):
+            return None
+        whole = torch.cat([self._shard.rows(first, rows) for first, rows in segments])
+        return _all_identical(whole, expected, self._names)
+
+
+_Wrong = tuple[str, int, int, str]
+"""A fault: reason, layer, position, and what is there."""
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """Consecutive rows: sums and maxima of their norms per layer, and what is wrong; positions count from the first.
+
+    ``failure`` is the first fault.
+    """
+
+    rows: int
+    total: torch.Tensor
+    highest: torch.Tensor
+    failure: _Wrong | None
+    zero_embeddings: list[int]
+
+
+def _row_of(segments: Sequence[tuple[int, int]], position: int) -> int:
+    for first, rows in segments:
+        if position < rows:
+            return first + position
+        position -= rows
+    raise IndexError(position)
+
+
+def _scan(hidden: torch.Tensor, names: list[int]) -> _Scan:
+    rows, layers, channels = hidden.shape
+    total = torch.zeros(layers, dtype=torch.float64)
+    highest = torch.zeros(layers, dtype=torch.float32)
+    zero_embeddings: list[int] = []
+    failure = None
+    step = max(1, _CHUNK_VALUES // (layers * channels))
+    for start in range(0, rows, step):
+        chunk = hidden[start : start + step]
+        norms = torch.linalg.vector_norm(chunk.float(), dim=-1).cpu()
+        failure = _bad_values(chunk, norms, start, names) or _bad_rows(chunk, norms, start, names, zero_embeddings)
+        if failure is not None:
+            break
+        total += norms.sum(dim=0, dtype=torch.float64)
+        highest = torch.maximum(highest, norms.amax(dim=0))
+    return _Scan(rows, total, highest, failure, zero_embeddings)
+
+
+def _together(scans: Sequence[_Scan], expected: torch.Tensor) -> SampleStats | RowFailure:
+    zero_embeddings: list[int] = []
+    depth = 0
+    for scan in scans:
+        if scan.failure is not None:
+            reason, layer, at, what = scan.failure
+            return RowFailure(reason, f"layer {layer}, position {depth + at}: {what}")
+        zero_embeddings += [depth + at for at in scan.zero_embeddings]
+        depth += scan.rows
+    failure = _zero_embeddings(zero_embeddings, expected)
+    if failure is not None:
+        return failure
+    mean = torch.stack([scan.total for scan in scans]).sum(dim=0) / depth
+    highest = torch.stack([scan.highest for scan in scans]).amax(dim=0)
+    return SampleStats([_short(x) for x in mean.tolist()], [_short(x) for x in highest.tolist()])
+
+
+def _miscounted(rows: int, echoed: torch.Tensor, expected: torch.Tensor) -> RowFailure | None:
     if rows != expected.numel() or rows == 0:
         return RowFailure("row_count", f"{rows} rows for {expected.numel()} tokens")
     if echoed.shape != expected.shape or not torch.equal(echoed, expected):
         return RowFailure("token_echo", _echo(echoed, expected))
-
-    total = torch.zeros(layers, dtype=torch.float64)
-    highest = torch.zeros(layers, dtype=torch.float32)
-    zero_embeddings: list[int] = []
-    step = max(1, _CHUNK_VALUES // (layers * hidden.shape[2]))
-    for start in range(0, rows, step):
-        chunk = hidden[start : start + step]
-        norms = torch.linalg.vector_norm(chunk.float(), dim=-1).cpu()
-        failure = _bad_values(chunk, norms, start, names)
-        if failure is not None:
-            return failure
-        failure = _bad_rows(chunk, norms, start, names, zero_embeddings)
-        if failure is not None:
-            return failure
-        total += norms.sum(dim=0, dtype=torch.float64)
-        highest = torch.maximum(highest, norms.amax(dim=0))
-    failure = _zero_embeddings(zero_embeddings, expected) or _all_identical(hidden, expected, names)
-    if failure is not None:
-        return failure
-    return SampleStats([_short(x) for x in (total / rows).tolist()], [_short(x) for x in highest.tolist()])
+    return None
 
 
 def _echo(echoed: torch.Tensor, expected: torch.Tensor) -> str:
@@ -88,7 +198,7 @@ def _echo(echoed: torch.Tensor, expected: torch.Tensor) -> str:
     return f"position {at}: token {int(echoed[at])} came with the row, {int(expected[at])} was asked for"
 
 
-def _bad_values(chunk: torch.Tensor, norms: torch.Tensor, start: int, names: list[int]) -> RowFailure | None:
+def _bad_values(chunk: torch.Tensor, norms: torch.Tensor, start: int, names: list[int]) -> _Wrong | None:
     """NaN and infinity spread into the norm, so only rows with a bad norm are looked at. A norm that overflows float32
     from finite values (above 1e19) is as useless for training, and fails too.
     """
@@ -100,14 +210,12 @@ def _bad_values(chunk: torch.Tensor, norms: torch.Tensor, start: int, names: lis
     wrong = torch.nonzero(~torch.isfinite(row))
     what = "norm overflows" if wrong.numel() == 0 else f"value {float(row[wrong[0]])} at channel {int(wrong[0])}"
     more = int(bad.any(dim=1).sum()) - 1
-    return RowFailure(
-        "not_finite", f"layer {names[layer]}, position {start + at}: {what} (and {more} more rows close by)"
-    )
+    return "not_finite", names[layer], start + at, f"{what} (and {more} more rows close by)"
 
 
 def _bad_rows(
     chunk: torch.Tensor, norms: torch.Tensor, start: int, names: list[int], zero_embeddings: list[int]
-) -> RowFailure | None:
+) -> _Wrong | None:
     """Rows whose channels are all the same. Four channels are compared first; hardly any honest row passes that."""
     channels = chunk.shape[2]
     if channels > 1:
@@ -121,11 +229,10 @@ def _bad_rows(
         row = chunk[at, layer]
         if not bool((row == row[0]).all()):
             continue
-        where = f"layer {names[layer]}, position {start + at}"
         if float(row[0]) != 0:
-            return RowFailure("constant_row", f"{where}: all {channels} channels are {float(row[0])}")
+            return "constant_row", names[layer], start + at, f"all {channels} channels are {float(row[0])}"
         if names[layer] != 0:
-            return RowFailure("zero_row", f"{where}: all {channels} channels are 0")
+            return "zero_row", names[layer], start + at, f"all {channels} channels are 0"
         zero_embeddings.append(start + at)
     return None
 

@@ -151,6 +151,7 @@ def _plan_status(
                 **_rows(commit),
                 "source": first.source.fingerprint if first.source is not None else None,
                 "samples": len(commit.samples),
+                "tokens": sum(sample.n_tokens for sample in commit.samples),
                 "excluded": len(commit.excluded),
                 "rounds": len(commit.records),
                 "bytes": commit.nbytes,
@@ -181,10 +182,12 @@ def _plan_status(
         "layer_ids": meta.spec.get("layer_ids"),
         "samples": meta.samples,
         "tokens": meta.tokens,
+        "rows": meta.rows,
         "shards_total": len(shards),
         "shards_committed": len(done),
         "shards_damaged": len(damaged),
         "records_missing": sum(entry["state"] == "record_missing" for entry in shards),
+        "tokens_committed": sum(entry["tokens"] for entry in done),
         "rows_committed": rows,
         "rows_open": open_rows,
         "rows_referred_to": rows - sum(entry["rows_extracted"] for entry in done),
@@ -201,7 +204,12 @@ def _plan_status(
 def _rows(commit: ShardCommits) -> dict[str, int]:
     """Rows of a shard; of a file that it refers to only those of its own samples."""
     own = sum(record.rows for record in commit.stored if record.source is None)
-    named = sum(s.n_tokens for record, samples in commit.by_record if record.source is not None for s in samples)
+    named = sum(
+        rows
+        for record, samples in commit.by_record
+        if record.source is not None
+        for _, rows in {(segment.first_row, segment.rows) for sample in samples for segment in sample.segments}
+    )
     return {"rows": own + named, "rows_extracted": own}
 
 
@@ -230,7 +238,7 @@ def _show_status(root: Root, versions: list[int], plans: list[dict[str, Any]], e
         rate = f", {plan['tokens_per_s']:,.0f} tokens/s" if plan["tokens_per_s"] else ""
         console.print(
             Text(
-                f"  {done:,} of {counted(total, 'shard')}, {plan['rows_committed']:,} of {plan['tokens']:,} tokens, "
+                f"  {done:,} of {counted(total, 'shard')}, {plan['tokens_committed']:,} of {plan['tokens']:,} tokens, "
                 f"{size(plan['bytes_committed'])}{rate}"
                 + (f", about {duration(left)} left" if left else "")
                 + (f"; last commit {plan['last_commit']}" if plan["last_commit"] else "")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from extract_core.job import Job
     from extract_core.local import RunResult
     from extract_core.pipeline import Work
+    from extract_core.pipeline.todo import ShardTask
     from extract_core.planning.estimate import Estimate
     from extract_core.planning.memory import MemoryPlan
 
@@ -103,6 +104,8 @@ def _plan_document(job: Job, committed: int, time_needed: Estimate, published: i
         "input": meta.input,
         "samples": meta.samples,
         "tokens": meta.tokens,
+        "rows": meta.rows,
+        "computed": meta.computed,
         "supervised_tokens": meta.supervised_tokens,
         "longest": meta.longest,
         "truncated": meta.truncated,
@@ -140,10 +143,19 @@ def _to_do(job: Job, todo: Work) -> dict[str, Any]:
         "reused": todo.origin.get("reused", {"samples": 0, "tokens": 0, "shards": 0, "fingerprints": []}),
         "to_extract": {
             "samples": sum(planned[t.shard] if t.samples is None else len(t.samples) for t in tasks),
-            "tokens": sum(task.rows for task in tasks),
+            "tokens": sum(_tokens(job, task) for task in tasks),
+            "rows": sum(task.rows for task in tasks),
             "shards": len(tasks),
         },
     }
+
+
+def _tokens(job: Job, task: ShardTask) -> int:
+    """Tokens of its samples, shared ones counted for each."""
+    if not job.plan.shares:
+        return task.rows
+    lengths = job.plan.lengths(task.shard)
+    return sum(lengths.values() if task.samples is None else (lengths[name] for name in task.samples))
 
 
 def _disk_free(job: Job) -> int | None:
@@ -201,6 +213,12 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate, memory
         f"({100 * meta.supervised_tokens / max(meta.tokens, 1):.1f} %); longest sample {meta.longest:,}, "
         f"{meta.truncated:,} truncated",
     )
+    if meta.rows < meta.tokens:
+        line(
+            "shared",
+            f"{meta.rows:,} rows are stored ({meta.tokens / meta.rows:.2f} times fewer), about {meta.computed:,} "
+            "tokens computed: prefixes that samples of a shard have in common count once",
+        )
     line("loss masks", ", ".join(f"{name} {count:,}" for name, count in meta.mask_methods.items()))
     committed = document["shards_committed"]
     line("shards", f"{len(meta.shards):,}" + (f", {committed:,} of them committed already" if committed else ""))
@@ -211,9 +229,10 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate, memory
             "reused",
             f"{counted(reused['samples'], 'sample')}, {counted(reused['tokens'], 'token')} in "
             f"{counted(reused['shards'], 'stored shard')}; to be extracted: {counted(open_['samples'], 'sample')}, "
-            f"{counted(open_['tokens'], 'token')}",
+            f"{counted(open_['tokens'], 'token')}"
+            + (f" in {counted(open_['rows'], 'row')}" if open_["rows"] < open_["tokens"] else ""),
         )
-    line("size", f"{size(meta.bytes)} of {job.dtype} ({size(meta.row_bytes)} per token)")
+    line("size", f"{size(meta.bytes)} of {job.dtype} ({size(meta.row_bytes)} per row)")
     free = document["disk_free_bytes"]
     fields(console, rows)
     if free is not None and free < meta.bytes * 1.05:
@@ -235,7 +254,7 @@ def _show_plan(job: Job, document: dict[str, Any], time_needed: Estimate, memory
     console.print(
         Text("time      ", style="bold")
         + Text(
-            f"about {duration(time_needed.seconds)} for {counted(time_needed.tokens, 'token')} at "
+            f"about {duration(time_needed.seconds)} to compute {counted(time_needed.tokens, 'token')} at "
             f"{time_needed.tokens_per_s:,.0f} tokens/s, and the start of the engine"
         )
     )

@@ -162,13 +162,13 @@ def _compare(
                         f"sample {item['sample_id']}: the engine refuses it now: {done.refused[sample.sample_id]}"
                     )
                     continue
-                count = len(item["input_ids"])
-                if not np.array_equal(shard.token_ids(sample.first_row, count).numpy(), item["input_ids"].numpy()):
+                rows_again, echo = shard.sample(sample.segments)
+                if not np.array_equal(echo.numpy(), item["input_ids"].numpy()):
                     raise CaptureError(
                         f"sample {item['sample_id']}: the forward read other tokens than were sent; the capture does "
                         "not work here and nothing can be said of the stored rows"
                     )
-                comparison.add(item["sample_id"], item["hidden_states"], shard.rows(sample.first_row, count))
+                comparison.add(item["sample_id"], item["hidden_states"], rows_again)
     finally:
         path.unlink(missing_ok=True)
     return rows

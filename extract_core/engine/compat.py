@@ -348,8 +348,11 @@ def refuse_extra(extra: dict[str, Any]) -> None:
         raise EngineIncompatibleError("engine.extra: " + "; ".join(problems))
 
 
-def make_request(core: EngineCore, request_id: str, token_ids: list[int]) -> Any:
+def make_request(core: EngineCore, request_id: str, token_ids: list[int], *, reads_cache: bool = False) -> Any:
     """A scheduler request for one prefill and one greedy token, made by the engine's own preprocessing.
+
+    ``reads_cache``: what the prefix cache holds of it is not computed again, and its rows never come; the last position
+    is always computed.
 
     Going through ``preprocess_add_request`` attaches the engine's block hasher, so ``block_hashes`` is filled; a
     request without hashes would die inside the scheduler with an empty message, or silently never share a prefix.
@@ -361,7 +364,7 @@ def make_request(core: EngineCore, request_id: str, token_ids: list[int]) -> Any
     from vllm.v1.engine import EngineCoreRequest
 
     params = SamplingParams(
-        max_tokens=1, temperature=0.0, detokenize=False, skip_reading_prefix_cache=True, ignore_eos=True
+        max_tokens=1, temperature=0.0, detokenize=False, skip_reading_prefix_cache=not reads_cache, ignore_eos=True
     )
     fields: dict[str, Any] = {
         "request_id": request_id,

@@ -13,6 +13,7 @@ from extract_core import errors
 from extract_core.engine import compat
 from extract_core.engine.protocol import EngineSpec, FinalNorm, JobSample, Progress, ShardDone, ShardJob
 from extract_core.errors import CaptureError, CoresampleError, EngineError
+from extract_core.planning.prefixes import MIN_SHARED
 
 _REPORT_EVERY_S = 0.25
 _ASK_S = 10.0
@@ -103,15 +104,20 @@ class EngineDriver:
         self.core.vllm_config.scheduler_config.long_prefill_token_threshold = job.chunk
         self.core.reset_prefix_cache()  # a shard stands alone, whatever ran before
         ids = {f"{job.attempt}-{n}": s for n, s in enumerate(accepted)}
-        places = {rid: (s.first_row, len(s.token_ids) // 4) for rid, s in ids.items()}
-        self._rpc("capture_begin", job.path, job.rows, places)
+        self._rpc("capture_begin", job.path, job.rows, {rid: s.segments for rid, s in ids.items()})
+        reads = self._reads_cache(accepted)
         run = _Run(self.core, report)
         alone = set(job.solo)
         for rid, sample in ids.items():
             if sample.sample_id in alone:
-                run.feed([(rid, sample)], ahead=1, announce=True)
-        run.feed(((rid, s) for rid, s in ids.items() if s.sample_id not in alone), ahead=self._ahead)
+                run.feed([(rid, sample)], ahead=1, announce=True, reads_cache=reads)
+        together = ((rid, s) for rid, s in ids.items() if s.sample_id not in alone)
+        run.feed(together, ahead=self._ahead, reads_cache=reads)
         run.drain()
+        again = self._uncovered(ids, job.rows) if reads else []
+        if again:
+            run.feed(again, ahead=self._ahead)
+            run.drain()
         engine_s = time.perf_counter() - started
         ended = next(result for result in self._rpc("capture_end") if result is not None)
         if ended["missing"]:
@@ -122,7 +128,7 @@ class EngineDriver:
             )
         top1: dict[str, int] = {}
         if job.want_top1 and accepted:
-            lasts = [s.first_row + len(s.token_ids) // 4 - 1 for s in accepted]
+            lasts = [s.last_row for s in accepted]
             tokens = next(result for result in self._rpc("capture_next_tokens", job.path, lasts) if result)
             top1 = {s.sample_id: token for s, token in zip(accepted, tokens, strict=True)}
         return ShardDone(
@@ -134,9 +140,37 @@ class EngineDriver:
                 **ended["counters"],
                 "engine_s": engine_s,
                 "total_s": time.perf_counter() - started,
-                "tokens": float(sum(rows for _, rows in places.values())),
+                "tokens": float(sum(s.tokens for s in accepted)),
+                "samples_again": float(len(again)),
             },
         )
+
+    def _reads_cache(self, samples: list[JobSample]) -> bool:
+        """Whether prefixes are taken from the cache: where samples share rows, so that nobody misses them.
+
+        A cache of smaller blocks than the layout counts with would serve rows that are not shared.
+        """
+        nodes = {node for s in samples for node in s.segments}
+        shared = sum(s.tokens for s in samples) > sum(rows for _, rows in nodes)
+        return shared and self.spec.prefix_caching and compat.hash_block_size(self.core) % MIN_SHARED == 0
+
+    def _uncovered(self, ids: dict[str, JobSample], rows: int) -> list[tuple[str, JobSample]]:
+        """Samples to run again without the cache, since rows of theirs never came: as few as have them all.
+
+        The cache held their blocks, but who filled it did not have these rows as its own, or never came to its end.
+        """
+        missing = np.zeros(rows, dtype=bool)
+        for first, count in next(found for found in self._rpc("capture_missing") if found is not None):
+            missing[first : first + count] = True
+        chosen: list[tuple[str, JobSample]] = []
+        for rid, sample in ids.items():
+            if not missing.any():
+                break
+            if any(missing[first : first + count].any() for first, count in sample.segments):
+                chosen.append((rid, sample))
+                for first, count in sample.segments:
+                    missing[first : first + count] = False
+        return chosen
 
 
 class _Run:
@@ -148,18 +182,26 @@ class _Run:
         self._entered: list[str] = []
         self._finished: list[str] = []
         self._in_flight: dict[str, JobSample] = {}
-        self._done_tokens = 0
+        self._done: set[tuple[int, int]] = set()
+        self._done_rows = 0
         self._steps = self._reported_steps = 0
         self._last_report = 0.0
 
-    def feed(self, samples: Iterable[tuple[str, JobSample]], *, ahead: int, announce: bool = False) -> None:
+    def feed(
+        self,
+        samples: Iterable[tuple[str, JobSample]],
+        *,
+        ahead: int,
+        announce: bool = False,
+        reads_cache: bool = False,
+    ) -> None:
         """Run ``samples`` to their end with at most ``ahead`` of them given to the scheduler at a time."""
         waiting = deque(samples)
         while waiting or self._in_flight:
             while waiting and len(self._in_flight) < ahead:
                 rid, sample = waiting.popleft()
                 ids = np.frombuffer(sample.token_ids, dtype="<i4").tolist()
-                request = compat.make_request(self._core, rid, ids)
+                request = compat.make_request(self._core, rid, ids, reads_cache=reads_cache)
                 self._in_flight[rid] = sample
                 self._entered.append(sample.sample_id)
                 self._core.add_request(request)
@@ -185,7 +227,10 @@ class _Run:
                 )
             self.tokens[output.request_id] = int(output.new_token_ids[0])
             self._finished.append(sample.sample_id)
-            self._done_tokens += len(sample.token_ids) // 4
+            for node in sample.segments:
+                if node not in self._done:
+                    self._done.add(node)
+                    self._done_rows += node[1]
         self._steps += executed
 
     def _send(self, *, force: bool = False) -> None:
@@ -197,5 +242,5 @@ class _Run:
         if not (force or self._entered) and now - self._last_report < _REPORT_EVERY_S:
             return
         self._reported_steps = self._steps
-        self._report(Progress(self._entered, self._finished, self._done_tokens, self._steps))
+        self._report(Progress(self._entered, self._finished, self._done_rows, self._steps))
         self._entered, self._finished, self._last_report = [], [], now

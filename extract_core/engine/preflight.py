@@ -1,6 +1,7 @@
 """Self-test of capture on the real model, before the first shard.
 
-A few real prompts go through the engine twice, whole and cut into chunks. What a broken hook, a wrong layer id, a
+A few real prompts go through the engine twice, whole and cut into chunks; a third time behind their own beginnings,
+which the prefix cache then serves, where samples of the job share prefixes. What a broken hook, a wrong layer id, a
 misplaced row or a wrong norm would do shows here, on a few hundred tokens, instead of in a published dataset. Where the
 model is small enough, the rows are compared with a Hugging Face forward of the same weights, too.
 """
@@ -22,6 +23,7 @@ from extract_core.engine.protocol import ShardDone, ShardJob, laid_out
 from extract_core.engine.reference import Reference, ReferenceFailedError, compute
 from extract_core.engine.supervisor import EngineSupervisor
 from extract_core.errors import CaptureError, EngineCrashedError, PreflightError
+from extract_core.planning.prefixes import MIN_SHARED
 from extract_core.store.unsealed import UnsealedShard
 
 PROMPTS, TOKENS, SETS = 4, 160, 3
@@ -39,6 +41,7 @@ are shorter than float32 (1.5e-3 measured on six blocks); a wrong layer shows by
 _REFERENCE_S = 900
 
 Prompts = Sequence[np.ndarray[Any, np.dtype[np.int32]]]
+Rows = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Probe:
 
     ``layer_ids`` ascend, of a model of ``n_layers`` blocks. ``compute_dtype`` is the dtype of the forward and, with the
     engine's dtype of stored rows, decides the tolerances. ``reference`` is "never", "auto" (compare with Hugging Face,
-    go on where its forward fails) or "always". Probe files go to ``folder``.
+    go on where its forward fails) or "always". Probe files go to ``folder``. ``shares``: samples share prefixes.
     """
 
     layer_ids: Sequence[int]
@@ -55,6 +58,7 @@ class Probe:
     compute_dtype: str
     folder: Path
     reference: str = "never"
+    shares: bool = False
 
     @property
     def captures_last(self) -> bool:
@@ -124,13 +128,13 @@ def _test_engine(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> tuple[
                 "norm is another. Try engine.capture: hooks (docs/compatibility.md)"
             )
         figures["top1_agreement"] = agree
+    tolerance = CHUNK_TOLERANCE[probe.compute_dtype] + STORE_ROUNDING[engine.spec.store_dtype]
+    if probe.shares:
+        figures |= _test_cache(engine, cut, whole, probe, tolerance)
     if engine.spec.extra.get("enable_chunked_prefill") is False:
         return figures, whole
     parts, _ = _capture(engine, cut, probe, chunk=chunk)
-    worst = float(
-        np.quantile(np.concatenate([_relative(a, b).ravel() for a, b in zip(parts, whole, strict=True)]), 0.9)
-    )
-    tolerance = CHUNK_TOLERANCE[probe.compute_dtype] + STORE_ROUNDING[engine.spec.store_dtype]
+    worst = _worst(parts, whole)
     if not worst <= tolerance:
         raise PreflightError(
             f"rows of a prefill in chunks of {chunk} tokens differ from those of a whole one by {worst:.2e} (relative, "
@@ -138,6 +142,31 @@ def _test_engine(engine: EngineSupervisor, cut: Prompts, probe: Probe) -> tuple[
             "engine.extra.enable_chunked_prefill to false (and engine.max_num_batched_tokens above the longest sample)"
         )
     return figures | {"chunked_p90": worst}, whole
+
+
+def _test_cache(
+    engine: EngineSupervisor, cut: Prompts, whole: Sequence[Rows], probe: Probe, tolerance: float
+) -> dict[str, Any]:
+    """The prompts once more, each behind its own first half, whose rows it shares."""
+    heads = [ids[: len(ids) // 2] for ids in cut if len(ids) // 2 >= MIN_SHARED]
+    if not heads:
+        return {}
+    found, done = _capture(engine, [*heads, *cut], probe, chunk=0, share=True)
+    worst = _worst(found[len(heads) :], whole)
+    if not worst <= tolerance:
+        raise PreflightError(
+            f"rows of prompts whose beginning came from the prefix cache differ from those of a whole prefill by "
+            f"{worst:.2e} (relative, 90th percentile), expected at most {tolerance:.1e}: sharing prefixes is not safe "
+            "for this model here. Set store.share_prefixes to false"
+        )
+    tokens = sum(map(len, [*heads, *cut]))
+    return {"cached_p90": worst, "cached_tokens": tokens - int(done.counters["computed"])}
+
+
+def _worst(rows: Sequence[Rows], reference: Sequence[Rows]) -> float:
+    """Relative difference at the 90th percentile of rows and layers."""
+    found = [_relative(a, b).ravel() for a, b in zip(rows, reference, strict=True)]
+    return float(np.quantile(np.concatenate(found), 0.9))
 
 
 def _reference(engine: EngineSupervisor, cut: Prompts, probe: Probe, stop: threading.Event) -> Reference:
@@ -196,10 +225,11 @@ def _capture(
     probe: Probe,
     *,
     chunk: int,
-) -> tuple[list[np.ndarray[Any, Any]], ShardDone]:
+    share: bool = False,
+) -> tuple[list[Rows], ShardDone]:
     import torch
 
-    samples, tokens = laid_out(prompts, "probe-")
+    samples, tokens = laid_out(prompts, "probe-", share=share)
     attempt = uuid.uuid4().hex
     path = probe.folder / f"preflight-{attempt}.tmp"
     try:
@@ -218,8 +248,7 @@ def _capture(
         rows = []
         with UnsealedShard(path) as shard:
             for sample, ids in zip(samples, prompts, strict=True):
-                states = shard.rows(sample.first_row, len(ids))
-                echo = shard.token_ids(sample.first_row, len(ids))
+                states, echo = shard.sample(sample.segments)
                 result = check_sample_rows(states, echo, torch.from_numpy(ids.copy()), layer_ids=probe.layer_ids)
                 if isinstance(result, RowFailure):
                     raise PreflightError(

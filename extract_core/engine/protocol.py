@@ -6,7 +6,7 @@ bytes. Requests go host -> engine, events go engine -> host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from extract_core.errors import EngineError
+from extract_core.planning.prefixes import lay_out
 
 
 class EngineSpec(msgspec.Struct, frozen=True, tag=True):
@@ -48,21 +49,41 @@ class EngineSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobSample(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a shard: its rows go to ``first_row`` and following."""
+    """One sample of a shard: its rows go to these segments (first row, rows), one after the other.
+
+    Samples that begin with the same tokens may have the same segments; then they have the same rows.
+    """
 
     sample_id: str
-    first_row: int
+    segments: list[tuple[int, int]]
     token_ids: bytes
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, and of rows."""
+        return len(self.token_ids) // 4
 
-def laid_out(sequences: Iterable[Any], prefix: str) -> tuple[list[JobSample], int]:
-    """Samples of integer token ids, one after another from row 0 on and named by number, and the rows of them all."""
-    samples: list[JobSample] = []
-    first = 0
-    for number, ids in enumerate(sequences):
-        samples.append(JobSample(f"{prefix}{number}", first, np.asarray(ids, dtype="<i4").tobytes()))
-        first += len(ids)
-    return samples, first
+    @property
+    def last_row(self) -> int:
+        """Row of the last position."""
+        first, rows = self.segments[-1]
+        return first + rows - 1
+
+
+def laid_out(sequences: Sequence[Any], prefix: str, *, share: bool = False) -> tuple[list[JobSample], int]:
+    """Samples of integer token ids in one shard, named by number, and the rows of them all.
+
+    Args:
+        sequences: token ids of each.
+        prefix: of their names.
+        share: whether rows of common prefixes are shared.
+    """
+    made = lay_out(sequences, share=share)
+    samples = [
+        JobSample(f"{prefix}{number}", segments, np.asarray(ids, dtype="<i4").tobytes())
+        for number, (ids, segments) in enumerate(zip(sequences, made.segments, strict=True))
+    ]
+    return samples, made.rows
 
 
 class ShardJob(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +139,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """After a step: samples that entered and left the engine since the last message, tokens computed so far."""
+    """After a step: samples that entered and left the engine since the last message; ``tokens`` is how many rows of
+    the shard the samples have that have left it so far.
+    """
 
     entered: list[str]
     finished: list[str]

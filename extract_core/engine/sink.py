@@ -15,20 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from extract_core.engine.places import Span
 from extract_core.errors import CaptureError, CoresampleError
 from extract_core.store.writer import ShardWriter
 
 _SLOTS = 8
 """Least number of slots: while some are written, others are filled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """``rows`` consecutive rows: from ``source`` in the step's batch to ``target`` in the shard."""
-
-    source: int
-    target: int
-    rows: int
 
 
 @dataclass(slots=True)
@@ -93,10 +85,21 @@ class RowSink:
         """Start a shard; every row must be written exactly where ``Span.target`` says."""
         self._shard, self._failure = shard, None
         self._covered = np.zeros(rows, dtype=bool)
-        self.counters = {"stall_s": 0.0, "take_s": 0.0, "write_s": 0.0, "rows": 0, "rows_again": 0, "steps": 0}
+        self.counters = {
+            "stall_s": 0.0,
+            "take_s": 0.0,
+            "write_s": 0.0,
+            "rows": 0,
+            "rows_again": 0,
+            "computed": 0,
+            "steps": 0,
+        }
 
     def take(self, states: list[torch.Tensor], token_ids: torch.Tensor, spans: list[Span]) -> None:
         """Copy a step's rows out of the engine's buffers, which the next step overwrites, and queue them.
+
+        Rows that have their place filled already (of a prefix that another sample shares, or computed again after a
+        preemption) are left where they are.
 
         Args:
             states: L tensors [>= total, H], on the compute stream.
@@ -105,6 +108,10 @@ class RowSink:
         """
         self._raise_failure()
         started, stalled = time.perf_counter(), self.counters["stall_s"]
+        self.counters["steps"] += 1
+        spans = self._claim(spans)
+        if not spans:
+            return
         total = token_ids.shape[0]
         if self._side is not None:
             self._stage(states, token_ids, total)
@@ -116,7 +123,22 @@ class RowSink:
             slot = self._slot()
             self._work.put((slot, inside, self._fill(slot, states, token_ids, first, rows)))
         self.counters["take_s"] += time.perf_counter() - started - (self.counters["stall_s"] - stalled)
-        self.counters["steps"] += 1
+
+    def _claim(self, spans: list[Span]) -> list[Span]:
+        """The parts of spans whose rows nobody has taken; they are taken now."""
+        mine: list[Span] = []
+        for span in spans:
+            taken = self._covered[span.target : span.target + span.rows]
+            found = int(np.count_nonzero(taken))
+            self.counters["computed"] += span.rows
+            self.counters["rows_again"] += found
+            if found:
+                edges = np.flatnonzero(np.diff(np.concatenate(([True], taken, [True]))))
+                mine += [Span(span.source + a, span.target + a, b - a) for a, b in edges.reshape(-1, 2).tolist()]
+            else:
+                mine.append(span)
+            taken[:] = True
+        return mine
 
     def _slot(self) -> _Slot:
         try:
@@ -151,7 +173,7 @@ class RowSink:
             slot.token_ids[:rows].copy_(self._staged_ids[first : first + rows], non_blocking=True)
             return self._side.record_event()
 
-    def close(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def covered(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Wait until everything queued is written; returns which rows of the shard were (bool [rows]).
 
         Raises:
@@ -159,8 +181,13 @@ class RowSink:
         """
         self._work.join()
         self._raise_failure()
-        self._shard = None
         return self._covered
+
+    def close(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """End the shard; the same as ``covered``."""
+        covered = self.covered()
+        self._shard = None
+        return covered
 
     def _run(self) -> None:
         while True:
@@ -184,18 +211,13 @@ class RowSink:
         states = memoryview(slot.states.view(torch.uint8).numpy().reshape(-1))
         ids = slot.token_ids.numpy()
         width = shard.row_bytes
-        rows = again = 0
+        rows = 0
         for span in spans:
             shard.write_rows(span.target, states[span.source * width : (span.source + span.rows) * width])
             shard.write_token_ids(span.target, ids[span.source : span.source + span.rows])
             rows += span.rows
         with self._lock:
-            for span in spans:
-                place = self._covered[span.target : span.target + span.rows]
-                again += int(place.sum())
-                place[:] = True
             self.counters["rows"] += rows
-            self.counters["rows_again"] += again
             self.counters["write_s"] += time.perf_counter() - started
 
     def _raise_failure(self) -> None:

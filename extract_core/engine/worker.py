@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
@@ -21,7 +22,8 @@ from extract_core.engine import compat
 from extract_core.engine.capture import LayerCapture
 from extract_core.engine.logs import root_cause
 from extract_core.engine.norm import describe_norm, next_tokens
-from extract_core.engine.sink import RowSink, Span
+from extract_core.engine.places import Place, Span, runs_of
+from extract_core.engine.sink import RowSink
 from extract_core.errors import CaptureError, CoresampleError, EngineIncompatibleError
 from extract_core.store.unsealed import UnsealedShard
 from extract_core.store.writer import ShardWriter
@@ -47,7 +49,7 @@ class CaptureMixin:
     model_runner: Any
     vllm_config: Any
     _sink: RowSink | None = None
-    _places: dict[str, tuple[int, int]]
+    _places: dict[str, Place]
     _open = False
     _proved = False
     _failure: BaseException | None = None
@@ -88,9 +90,9 @@ class CaptureMixin:
             )
 
     @_recorded
-    def capture_begin(self, path: str, rows: int, places: dict[str, tuple[int, int]]) -> None:
-        """Start a shard file. ``places`` maps request id to (first row, rows)."""
-        self._places = places
+    def capture_begin(self, path: str, rows: int, places: dict[str, list[tuple[int, int]]]) -> None:
+        """Start a shard file. ``places`` maps request id to its segments (first row, rows)."""
+        self._places = {rid: Place(segments) for rid, segments in places.items()}
         self._open, self._proved, self._failure = True, False, None
         if self._sink is None:
             return
@@ -141,11 +143,7 @@ class CaptureMixin:
             count = scheduler_output.num_scheduled_tokens.get(request_id, 0)
             if not count:
                 continue
-            first_row, rows = self._places[request_id]
-            position = firsts[request_id]
-            wanted = min(count, rows - position)  # an output token that was scheduled has no place
-            if wanted > 0:
-                spans.append(Span(source, first_row + position, wanted))
+            spans += self._places[request_id].spans(source, firsts[request_id], count)
             source += count
         if source != total:
             raise CaptureError(
@@ -170,6 +168,18 @@ class CaptureMixin:
         }
 
     @_recorded
+    def capture_missing(self) -> list[tuple[int, int]] | None:
+        """Rows (first, number) of the requests that were not computed: the prefix cache served them, and who filled it
+        did not have them as its own.
+        """
+        if self._sink is None:
+            return None
+        wanted = np.zeros(self._writer.rows, dtype=bool)
+        for place in self._places.values():
+            place.mark(wanted)
+        return runs_of(wanted & ~self._sink.covered())
+
+    @_recorded
     def capture_end(self) -> dict[str, Any] | None:
         """Wait for the writer and close the file; returns counters and the requests whose rows did not all come."""
         self._open = False
@@ -178,7 +188,7 @@ class CaptureMixin:
         covered = self._sink.close()
         self._writer.close()
         self._capture.proved()
-        missing = [rid for rid, (first, rows) in self._places.items() if not covered[first : first + rows].all()]
+        missing = [rid for rid, place in self._places.items() if not place.filled(covered)]
         return {"missing": missing, "counters": self._sink.counters}
 
     @_recorded

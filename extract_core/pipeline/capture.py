@@ -8,9 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from extract_core.engine.preflight import PROMPTS, SETS, Probe
+from extract_core.engine.preflight import PROMPTS, SETS, TOKENS, Probe
 from extract_core.engine.preflight import preflight as run_preflight
 from extract_core.engine.protocol import FinalNorm, JobSample, ShardDone, ShardJob
 from extract_core.engine.supervisor import EngineSupervisor
@@ -21,12 +22,15 @@ from extract_core.errors import (
 from extract_core.job import Job, new_attempt
 from extract_core.pipeline.todo import ShardTask
 from extract_core.planning.memory import wants_reference
+from extract_core.planning.plan import segments_of
 from extract_core.progress import reporter
 from extract_core.spool import RunFolder
 from extract_core.store.records import (
     CommitRecord,
     Excluded,
 )
+
+_SHARDS_LOOKED_AT = 4  # for prompts of the self-test
 
 
 @dataclass
@@ -103,9 +107,9 @@ def capture_shard(
     shard, table = task.shard, task.table(job)
     known = set(task.known_killers)
     samples = [
-        JobSample(sample_id, first, token_ids.values.to_numpy().astype("<i4").tobytes())
-        for sample_id, first, token_ids in zip(
-            table["sample_id"].to_pylist(), table["first_row"].to_pylist(), table["token_ids"], strict=True
+        JobSample(sample_id, segments, token_ids.values.to_numpy().astype("<i4").tobytes())
+        for sample_id, segments, token_ids in zip(
+            table["sample_id"].to_pylist(), segments_of(table), table["token_ids"], strict=True
         )
     ]
     excluded: dict[str, Excluded] = {}
@@ -152,6 +156,11 @@ def capture_shard(
     for sample, why in done.refused.items():
         reason, _, detail = why.partition(": ")
         excluded[sample] = Excluded(sample_id=sample, reason=reason, detail=detail)
+    if repeated := int(done.counters.get("samples_again", 0)):
+        reporter().note(
+            f"shard {task.name}: {repeated} of {len(samples)} samples were computed again without the prefix cache, "
+            "which had served rows that no other sample stores"
+        )
     info = {**engine.info, "preflight": engine.preflight}
     return Captured(shard, attempt, path, table, done, list(excluded.values()), info, engine.final_norm, task=task)
 
@@ -177,7 +186,6 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
     Raises:
         PreflightError, EngineError: nothing is extracted.
     """
-    prompts = (ids.values.to_numpy() for table in job.plan.shards() for ids in table["token_ids"])
     wanted = job.settings.preflight.reference if wants_reference(job.settings, job.model) else "never"
     if wanted == "never" and not job.captures_last:
         reporter().note(
@@ -186,13 +194,25 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
         )
     engine.preflight = run_preflight(
         engine,
-        list(islice(prompts, PROMPTS * SETS)),
+        _prompts(job),
         Probe(
             layer_ids=job.layer_ids,
             n_layers=job.model.n_layers,
             compute_dtype=job.model.dtype,
             folder=folder.path,
             reference=wanted,
+            shares=job.plan.meta.rows < job.plan.meta.tokens,
         ),
     )
     return engine.preflight
+
+
+def _prompts(job: Job) -> list[np.ndarray[Any, Any]]:
+    """Samples for the self-test, of different beginnings as far as a look at some shards finds them."""
+    found: dict[bytes, np.ndarray[Any, Any]] = {}
+    tables = islice(job.plan.shards(), _SHARDS_LOOKED_AT)
+    for ids in (ids.values.to_numpy() for table in tables for ids in table["token_ids"]):
+        found.setdefault(ids[:TOKENS].tobytes(), ids)
+        if len(found) == PROMPTS * SETS:
+            break
+    return list(found.values())

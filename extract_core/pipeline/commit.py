@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
-from extract_core.checks.rows import RowFailure, SampleStats, check_sample_rows
+from extract_core.checks.rows import RowFailure, SampleStats, ShardChecker
 from extract_core.errors import (
     CaptureError,
     StoreError,
@@ -18,6 +17,8 @@ from extract_core.errors import (
 from extract_core.job import Job
 from extract_core.pipeline.capture import Captured
 from extract_core.planning.model import canonical_digest
+from extract_core.planning.plan import segments_of
+from extract_core.planning.prefixes import Run, fused
 from extract_core.progress import reporter
 from extract_core.store import layout
 from extract_core.store.commits import write_commit
@@ -38,7 +39,7 @@ from extract_core.store.versions import named_by_a_version
 CAPTURE_FAULTS = frozenset({"shape", "row_count", "token_echo", "zero_row", "identical_rows"})
 """Row failures that no sample can cause by itself: they stop the run instead of shrinking the dataset."""
 MOST_FAILED, MOST_FAILED_SHARE = 4, 0.05
-"""Samples of a shard that may fail their row checks before it is the machine's fault."""
+"""Samples of a shard that may fail their row checks, each by rows of its own, before it is the machine's fault."""
 
 
 def commit_shard(job: Job, captured: Captured) -> CommitRecord:
@@ -138,9 +139,9 @@ def _check_and_seal(job: Job, captured: Captured, norm: FinalNormRef) -> CommitR
             *task.carried,
             *(item.model_copy(update={"attempts": item.attempts + before.get(item.sample_id, 0)}) for item in excluded),
         ]
-    rows = captured.samples.select(["sample_id", "first_row", "n_tokens"]).to_pylist()
-    kept = [row for row in rows if row["sample_id"] in stats]
-    sealed = _seal(job, captured, kept) if kept else None
+    kept = _kept(captured, stats)
+    nodes = sorted({node for segments in kept.values() for node in segments})
+    sealed = _seal(job, captured, nodes) if nodes else None
     return CommitRecord(
         fingerprint=job.plan.fingerprint,
         shard=captured.shard,
@@ -153,7 +154,7 @@ def _check_and_seal(job: Job, captured: Captured, norm: FinalNormRef) -> CommitR
         hidden_size=job.model.hidden_size,
         dtype=job.dtype,  # type: ignore[arg-type]
         encoding=job.encoding,
-        samples=_records(captured, kept, sealed, stats) if sealed else [],
+        samples=_records(captured, kept, nodes, sealed, stats) if sealed else [],
         excluded=excluded,
         attempt=captured.attempt,
         engine={**captured.engine, "final_norm": norm.model_dump(mode="json")},
@@ -168,26 +169,19 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
     import torch
 
     excluded = {item.sample_id: item for item in captured.excluded}
+    known = excluded.keys() | {item.sample_id for item in (captured.task.earlier if captured.task else ())}
     stats: dict[str, SampleStats] = {}
+    faults: set[object] = set()  # of samples that share the faulty rows, one
     if len(excluded) == len(captured.samples):
         return stats, list(excluded.values())  # the engine wrote no file
     with UnsealedShard(captured.path) as shard, _one_thread():
-        columns = captured.samples
-        for sample, first, count, token_ids in zip(
-            columns["sample_id"].to_pylist(),
-            columns["first_row"].to_pylist(),
-            columns["n_tokens"].to_pylist(),
-            columns["token_ids"],
-            strict=True,
+        checker, columns = ShardChecker(shard, job.layer_ids), captured.samples
+        for sample, segments, token_ids in zip(
+            columns["sample_id"].to_pylist(), segments_of(columns), columns["token_ids"], strict=True
         ):
             if sample in excluded:
                 continue
-            result = check_sample_rows(
-                shard.rows(first, count),
-                shard.token_ids(first, count),
-                torch.from_numpy(token_ids.values.to_numpy().copy()),
-                layer_ids=job.layer_ids,
-            )
+            result = checker.check(segments, torch.from_numpy(token_ids.values.to_numpy().copy()))
             if isinstance(result, RowFailure):
                 if result.reason in CAPTURE_FAULTS:
                     raise CaptureError(
@@ -195,11 +189,12 @@ def _check_rows(job: Job, captured: Captured) -> tuple[dict[str, SampleStats], l
                         "come from the capture, not from the sample; nothing of this shard is kept"
                     )
                 excluded[sample] = Excluded(sample_id=sample, reason=result.reason, detail=result.detail)
+                if sample not in known:
+                    faults.add(checker.faulty(segments) or sample)
             else:
                 stats[sample] = result
-    known = {item.sample_id for item in [*captured.excluded, *(captured.task.earlier if captured.task else ())]}
-    failed = len(excluded.keys() - known)
-    if failed > max(MOST_FAILED, MOST_FAILED_SHARE * len(columns)):
+    if len(faults) > max(MOST_FAILED, MOST_FAILED_SHARE * len(columns)):
+        failed = len(excluded.keys() - known)
         reasons = Counter(item.reason for item in excluded.values())
         raise CaptureError(
             f"shard {captured.shard}: {failed} of {len(columns)} samples fail their row checks ({dict(reasons)}); so "
@@ -222,7 +217,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedShard:
+def _kept(captured: Captured, stats: Mapping[str, SampleStats]) -> dict[str, list[Run]]:
+    """Segments of the samples that are kept; rows that only others use are left out of the shard."""
+    names = captured.samples["sample_id"].to_pylist()
+    held = {name: runs for name, runs in zip(names, segments_of(captured.samples), strict=True) if name in stats}
+    return dict(zip(held, fused(list(held.values())), strict=True))
+
+
+def _seal(job: Job, captured: Captured, nodes: Sequence[Run]) -> SealedShard:
     # Only what every attempt at this shard would write: the digest must not depend on who wrote it or when.
     provenance = {
         "architecture": job.model.architecture,
@@ -235,7 +237,7 @@ def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedSha
     }
     sealed = seal_shard(
         captured.path,
-        keep=[Segment(row["first_row"], row["n_tokens"]) for row in kept],
+        keep=[Segment(first, rows) for first, rows in nodes],
         metadata=provenance,
         encoding=job.encoding,
         target=seal_target(job.root, captured.path, job.encoding),
@@ -249,26 +251,32 @@ def _seal(job: Job, captured: Captured, kept: list[dict[str, Any]]) -> SealedSha
 
 
 def _records(
-    captured: Captured, kept: list[dict[str, Any]], sealed: SealedShard, stats: dict[str, SampleStats]
+    captured: Captured,
+    kept: Mapping[str, list[Run]],
+    nodes: Sequence[Run],
+    sealed: SealedShard,
+    stats: Mapping[str, SampleStats],
 ) -> list[SampleRecord]:
+    places = {
+        node: SegmentRecord(
+            shard=sealed.sha256,
+            first_row=new.first_row,
+            rows=new.rows,
+            byte_offset=new.byte_offset,
+            byte_length=new.byte_length,
+            xxh3=new.xxh3,
+        )
+        for node, new in zip(nodes, sealed.segments, strict=True)
+    }
     return [
         SampleRecord(
-            sample_id=row["sample_id"],
-            n_tokens=row["n_tokens"],
-            segments=[
-                SegmentRecord(
-                    shard=sealed.sha256,
-                    first_row=segment.first_row,
-                    rows=segment.rows,
-                    byte_offset=segment.byte_offset,
-                    byte_length=segment.byte_length,
-                    xxh3=segment.xxh3,
-                )
-            ],
-            greedy_token=captured.done.greedy.get(row["sample_id"]),
-            top1_token=captured.done.top1.get(row["sample_id"]),
-            norm_mean=stats[row["sample_id"]].norm_mean,
-            norm_max=stats[row["sample_id"]].norm_max,
+            sample_id=sample,
+            n_tokens=sum(rows for _, rows in segments),
+            segments=[places[segment] for segment in segments],
+            greedy_token=captured.done.greedy.get(sample),
+            top1_token=captured.done.top1.get(sample),
+            norm_mean=stats[sample].norm_mean,
+            norm_max=stats[sample].norm_max,
         )
-        for row, segment in zip(kept, sealed.segments, strict=True)
+        for sample, segments in kept.items()
     ]

@@ -238,7 +238,7 @@ def _index_table(job: Job, commits: Mapping[int, ShardCommits]) -> pa.Table:
     for shard, table in enumerate(job.plan.shards()):
         by_id = {record.sample_id: record for record in commits[shard].samples}
         ids = table["sample_id"].to_pylist()
-        kept = table.filter(pa.array([sample in by_id for sample in ids]))
+        kept = table.drop_columns("segments").filter(pa.array([sample in by_id for sample in ids]))
         records = [by_id[sample] for sample in ids if sample in by_id]
         computed = {
             "segments": [[segment.model_dump() for segment in record.segments] for record in records],
@@ -269,6 +269,8 @@ def _manifest(
     engine_s = sum(record.timings.get("engine_s", 0.0) for record in records)
     made = origin(commits.values())
     timings = {"engine_s": engine_s, "tokens_per_s": made["extracted"]["tokens"] / engine_s if engine_s else 0.0}
+    if engine_s and any("computed" in record.timings for record in records):
+        timings["computed_per_s"] = sum(record.timings.get("computed", 0.0) for record in records) / engine_s
     if started is not None:
         timings["run_s"] = time.time() - started
     return Manifest(

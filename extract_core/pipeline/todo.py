@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 from extract_core.errors import CorruptDataError
 from extract_core.job import Job
 from extract_core.pipeline.adopt import origin, with_adopted
+from extract_core.planning.plan import lay_out_again
 from extract_core.progress import reporter
 from extract_core.store import layout
 from extract_core.store.commits import DamagedRecord, ShardCommits, all_records, read_commits
@@ -26,7 +27,7 @@ class ShardTask:
 
     Args:
         shard: index in the plan.
-        rows: token positions of the samples.
+        rows: of its file; samples may share them.
         round: 0, or the number of the retry.
         samples: ids in any order; None for the whole planned shard.
         earlier: what earlier rounds say of the samples, where they are tried again.
@@ -57,18 +58,23 @@ class ShardTask:
         return [item.sample_id for item in self.earlier if item.reason == "kills_engine"]
 
     def table(self, job: Job) -> pa.Table:
-        """The samples (schema ``PLAN_SCHEMA``), with first rows in this task's own file."""
-        planned = job.plan.shard(self.shard)
+        """The samples (schema ``PLAN_SCHEMA``), with segments in this task's own file."""
         if self.samples is None:
-            return planned
-        wanted = set(self.samples)
-        table = planned.filter(pa.array([sample in wanted for sample in planned["sample_id"].to_pylist()], pa.bool_()))
-        firsts, rows = [], 0
-        for count in table["n_tokens"].to_pylist():
-            firsts.append(rows)
-            rows += count
-        at = table.schema.get_field_index("first_row")
-        return table.set_column(at, table.schema.field(at), pa.array(firsts, table.schema.field(at).type))
+            return job.plan.shard(self.shard)
+        return lay_out_again(_part(job, self.shard, self.samples), share=job.plan.shares)[0]
+
+
+def _part(job: Job, shard: int, samples: Collection[str]) -> pa.Table:
+    planned, wanted = job.plan.shard(shard), set(samples)
+    return planned.filter(pa.array([sample in wanted for sample in planned["sample_id"].to_pylist()], pa.bool_()))
+
+
+def _rows(job: Job, shard: int, samples: Collection[str]) -> int:
+    """Rows of a file that holds some samples of a planned shard."""
+    part = _part(job, shard, samples)
+    if not part.num_rows or not job.plan.shares:
+        return sum(part["n_tokens"].to_pylist())
+    return lay_out_again(part, share=True)[1]
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ def _open(job: Job, damage: Damage, adopt: bool) -> tuple[list[ShardTask], dict[
             others = {s.sample_id for s in known.samples} | {item.sample_id for item in known.excluded}
             whole = ShardTask(shard, planned.rows, replaces=replaces)
             tasks.append(_rest(job, shard, others, replaces) if others else whole)
-        tasks += [_again(shard, record) for record in known.stored if record.object in lost]
+        tasks += [_again(job, shard, record) for record in known.stored if record.object in lost]
         late = {round: sha for (number, round), sha in unreadable.items() if number == shard and round}
         for round, sha in sorted(late.items()):
             # Whatever this round held is excluded by what is left; one round takes it all, the others become empty.
@@ -190,16 +196,17 @@ def _open(job: Job, damage: Damage, adopt: bool) -> tuple[list[ShardTask], dict[
         if left and known.complete and not late:
             retries.append(_retry(job, shard, known.next_round, left))
     if not tasks:
-        tasks += _for_norms(commits, lost)
+        tasks += _for_norms(job, commits, lost)
     return tasks + retries, commits
 
 
-def _again(shard: int, record: CommitRecord) -> ShardTask:
+def _again(job: Job, shard: int, record: CommitRecord) -> ShardTask:
+    samples = tuple(sample.sample_id for sample in record.samples)
     return ShardTask(
         shard,
-        sum(sample.n_tokens for sample in record.samples),
+        _rows(job, shard, samples),
         record.round,
-        tuple(sample.sample_id for sample in record.samples),
+        samples,
         carried=tuple(record.excluded),
         replaces=frozenset({record.attempt}),
         lost=record.object,
@@ -208,33 +215,30 @@ def _again(shard: int, record: CommitRecord) -> ShardTask:
 
 
 def _rest(job: Job, shard: int, others: set[str], replaces: frozenset[str]) -> ShardTask:
-    lengths = _lengths(job, shard)
-    samples = tuple(sample for sample in lengths if sample not in others)
-    return ShardTask(shard, sum(lengths[sample] for sample in samples), 0, samples, replaces=replaces)
+    samples = tuple(sample for sample in _ids(job, shard) if sample not in others)
+    return ShardTask(shard, _rows(job, shard, samples), 0, samples, replaces=replaces)
 
 
 def _retry(
     job: Job, shard: int, round: int, items: Iterable[Excluded], replaces: frozenset[str] = frozenset()
 ) -> ShardTask:
     earlier = tuple(items)
-    lengths = _lengths(job, shard)
-    samples = tuple(item.sample_id for item in earlier if item.sample_id in lengths)
-    rows = sum(lengths[sample] for sample in samples)
-    return ShardTask(shard, rows, round, samples, earlier, replaces=replaces)
+    there = set(_ids(job, shard))
+    samples = tuple(item.sample_id for item in earlier if item.sample_id in there)
+    return ShardTask(shard, _rows(job, shard, samples), round, samples, earlier, replaces=replaces)
 
 
-def _lengths(job: Job, shard: int) -> dict[str, int]:
-    table = job.plan.shard(shard)
-    return dict(zip(table["sample_id"].to_pylist(), table["n_tokens"].to_pylist(), strict=True))
+def _ids(job: Job, shard: int) -> list[str]:
+    return [str(name) for name in job.plan.shard(shard)["sample_id"].to_pylist()]
 
 
-def _for_norms(commits: dict[int, ShardCommits], lost: dict[str, str]) -> list[ShardTask]:
+def _for_norms(job: Job, commits: dict[int, ShardCommits], lost: dict[str, str]) -> list[ShardTask]:
     """One shard for each lost norm: its engine has the norm; the shard's own record stays."""
     tasks: dict[str, ShardTask] = {}
     for record in all_records(commits):
         norm = record.final_norm
         if record.object is not None and norm is not None and norm.path in lost and norm.path not in tasks:
-            again = _again(record.shard, record)
+            again = _again(job, record.shard, record)
             tasks[norm.path] = replace(again, replaces=frozenset(), restores=(norm.path, norm.nbytes))
     return list(tasks.values())
 

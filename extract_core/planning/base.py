@@ -22,7 +22,7 @@ from extract_core.store.versions import list_versions, read_manifest
 
 @dataclass(frozen=True)
 class Base:
-    """Stored samples by id: the number of their source, and their first row in its file.
+    """Stored samples by id: the number of their source, and the first row of their last segment in its file.
 
     ``digest`` names the commit records that were looked at; plans of one job are equal where it is.
     """
@@ -72,7 +72,7 @@ def find_base(root: Root, spec: JobSpec) -> Base:
                 ShardSource(fingerprint=fingerprint, shard=record.shard, round=record.round, sha256=record.sha256)
             )
             for sample in samples:
-                places.setdefault(sample.sample_id, (number, sample.segments[0].first_row))
+                places.setdefault(sample.sample_id, (number, sample.segments[-1].first_row))
     return Base(tuple(sources), places, canonical_digest(seen) if seen else "")
 
 
@@ -87,7 +87,7 @@ def pins(commits: Mapping[int, ShardCommits]) -> Pins:
         sources[shard] = known.records[0].source
         for record in known.records:
             for sample in record.samples:
-                places.setdefault(sample.sample_id, (shard, sample.segments[0].first_row))
+                places.setdefault(sample.sample_id, (shard, sample.segments[-1].first_row))
             for item in record.excluded:
                 places.setdefault(item.sample_id, (shard, 0))
     return Pins(sources, places)

@@ -21,7 +21,7 @@ _PLANS_READ = 20
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens per second of the capture, and where the number comes from."""
+    """Computed tokens per second of the capture, and where the number comes from."""
 
     tokens_per_s: float
     kind: Literal["earlier_run", "earlier_version", "measured"]
@@ -51,7 +51,7 @@ def estimate(
     Args:
         root: looked through for commit records and manifests of the same model, layers and compute dtype.
         spec: the plan's fingerprint document.
-        tokens: still to be extracted.
+        tokens: still to be computed; what samples share counts once.
         parameters: of the model; a mixture of experts uses only a part of them per token and is faster than this says.
         hidden_size: H, the size of the products measured.
         gpus: GPUs that share one copy of the model.
@@ -76,7 +76,7 @@ def earlier_rate(root: Root, spec: Mapping[str, Any]) -> Rate | None:
             continue  # an estimate is not worth a failure; verify and status report damage
         records = list(all_records(commits))
         timings = [record.timings for record in records if record.timings.get("engine_s")]
-        tokens = sum(timing.get("tokens", 0.0) for timing in timings)
+        tokens = sum(timing.get("computed", timing.get("tokens", 0.0)) for timing in timings)
         # A shard is checked and stored while the next one is captured, so the slower of the two counts.
         seconds = sum(
             max(timing["engine_s"], timing.get("check_and_seal_s", 0.0) + timing.get("store_s", 0.0))
@@ -95,7 +95,7 @@ def earlier_rate(root: Root, spec: Mapping[str, Any]) -> Rate | None:
             manifest = read_manifest(root, version)
         except StoreError:
             continue
-        tokens_per_s = manifest.timings.get("tokens_per_s", 0.0)
+        tokens_per_s = manifest.timings.get("computed_per_s", manifest.timings.get("tokens_per_s", 0.0))
         if tokens_per_s > 0 and _comparable(manifest.spec, spec):
             return Rate(tokens_per_s, "earlier_version", f"version {version} of this root was extracted at this rate")
     return None

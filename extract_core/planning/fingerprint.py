@@ -18,6 +18,7 @@ from extract_core.store.root import is_remote
 from extract_core.store.shard import DTYPES
 
 SPEC_VERSION = 1
+_PLACES = ("shard_bytes", "share_prefixes")  # of a layout: where rows are, not what they are
 RENDERING_VERSION = 1
 """To be raised when the same chats would give other token ids or masks than before."""
 
@@ -44,8 +45,14 @@ class JobSpec:
 
         Samples with the same id have interchangeable rows in all plans with the same digest.
         """
-        layout = {k: v for k, v in self.document.get("layout", {}).items() if k != "shard_bytes"}
+        layout = {k: v for k, v in self.document.get("layout", {}).items() if k not in _PLACES}
         return canonical_digest({k: v for k, v in self.deciding.items() if k != "inputs"} | {"layout": layout})
+
+    @property
+    def shares(self) -> bool:
+        """Whether samples of a shard share the rows of common prefixes; plans did not before schema 4."""
+        found = self.document.get("layout")
+        return isinstance(found, dict) and found.get("share_prefixes") is True
 
     @property
     def row_bytes(self) -> int:
@@ -128,6 +135,7 @@ def job_spec(
             "inputs": {"files": inputs, "limit": settings.data.limit, "split": settings.data.split},
             "layout": {
                 "shard_bytes": settings.store.shard_bytes,
+                "share_prefixes": settings.store.share_prefixes,
                 "row_bytes": len(layer_ids) * model.hidden_size * DTYPES[store_dtype(settings, model)][1],
             },
         }

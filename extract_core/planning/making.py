@@ -1,21 +1,21 @@
-"""Planning: every sample gets its shard and its first row, fixed before the model runs.
+"""Planning: every sample gets its shard and its rows there, fixed before the model runs.
 
-A plan is a pure function of the job, the input bytes, the model files and what the root holds already. It streams: rows
-lie on the local disk, one file per shard, until the last one is read; only sample ids and places stay in memory.
+A plan is a pure function of the job, the input bytes, the model files and what the root holds already. It streams:
+token ids and masks lie on the local disk until the last sample is read; the rest, some hundred bytes a sample, stays in
+memory.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.compute as pc
+import numpy as np
 import pyarrow.parquet as pq
 
 from extract_core.chat import Dropped, Sample, Tally
@@ -24,13 +24,24 @@ from extract_core.planning.base import FREE, NOTHING, Base, Pins
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.planning.model import canonical_digest
 from extract_core.planning.plan import CHECKSUM, PLAN_SCHEMA, Plan, PlanMeta, PlannedShard, file_digest, load_plan
+from extract_core.planning.prefixes import (
+    Ints,
+    ShardLayout,
+    along_trie,
+    into_shards,
+    lay_out,
+    one_after_another,
+    trie_order,
+)
+from extract_core.planning.samples import SampleSpool
 from extract_core.store import layout
 from extract_core.store.records import ShardSource
 from extract_core.store.root import Root
 
 MOST_SAMPLES = 20_000
 """Samples of one shard at most: its commit record lists each of them and is one small object."""
-_IN_MEMORY_TOKENS = 2**21
+MOST_TOKENS = 2**26
+"""Tokens of all samples of one shard at most, shared ones counted for each: they are in memory at once."""
 
 
 def make_plan(
@@ -44,8 +55,9 @@ def make_plan(
 ) -> Plan:
     """Lay out every sample and write the plan under the root; ``plan.json`` last, by exclusive create.
 
-    Shards that refer to stored rows come first, each with the samples of one commit record in the order of its file;
-    samples that are new follow in the order of the input.
+    Shards that refer to stored rows come first, each with the samples of one commit record in the order of its file.
+    Samples that are new follow in the order of the input; where prefixes are shared, families of samples that share
+    one stand where their first sample is, in the order of ``planning.prefixes``.
 
     Args:
         root: where the plan goes.
@@ -60,11 +72,11 @@ def make_plan(
         CorruptDataError: the commit records beside the plan are not of these samples.
     """
     counts, tally = _Counts(), Tally()
-    grouping = _Grouping(Layout(max(1, shard_bytes // spec.row_bytes)), base, pinned)
+    grouping = _Grouping(base, pinned)
     with tempfile.TemporaryDirectory(prefix="coresample-plan-") as name:
         folder = Path(name)
         parquet, dropped = folder / "plan.parquet", folder / "dropped.jsonl"
-        rows = _Rows(folder)
+        spool = SampleSpool(folder)
         with dropped.open("w", encoding="utf-8") as drops:
             for item in items:
                 tally.add(item)
@@ -73,167 +85,132 @@ def make_plan(
                 elif item.sample_id in counts.ids:
                     drops.write(_duplicate_line(item))
                 else:
-                    group, place = grouping.place(item.sample_id, len(item.token_ids))
-                    rows.add(group, _plan_row(item, place), len(item.token_ids))
+                    grouping.add(item.sample_id, spool.add(item))
                     counts.add(item)
+        spool.close()
         tally.raise_if_unusable()
-        pieces = grouping.shards(f"{root.url}/{layout.commits_dir(spec.fingerprint)}")
-        shards = _write(parquet, rows, pieces)
-        meta = counts.meta(spec, tally, shards, file_digest(parquet), base.digest)
+        new = _new_shards(spool, grouping.new, max(1, shard_bytes // spec.row_bytes), share=spec.shares)
+        pieces = grouping.pieces(new, f"{root.url}/{layout.commits_dir(spec.fingerprint)}")
+        shards, computed = _write(parquet, spool, pieces, share=spec.shares)
+        meta = counts.meta(spec, tally, shards, computed, file_digest(parquet), base.digest)
         _publish_plan(root, meta, parquet, dropped, exact=not pinned.places)
     plan = load_plan(root, meta.fingerprint)
     assert plan is not None
     return plan
 
 
-@dataclass(slots=True)
-class Layout:
-    """Shards filled in input order up to a row target; a sample is never split."""
-
-    rows_per_shard: int
-    rows: int = 0
-    shards: list[PlannedShard] = field(default_factory=list)
-    samples: int = 0
-
-    def place(self, n_tokens: int) -> tuple[int, int, bool]:
-        """(shard, first row, whether this sample opens a new shard)."""
-        full = self.rows + n_tokens > self.rows_per_shard or self.samples >= MOST_SAMPLES
-        opened = self.samples > 0 and full
-        if opened:
-            self.close()
-        first = self.rows
-        self.rows += n_tokens
-        self.samples += 1
-        return len(self.shards), first, opened
-
-    def close(self) -> None:
-        """End the shard at hand."""
-        if self.samples:
-            self.shards.append(PlannedShard(index=len(self.shards), rows=self.rows, samples=self.samples))
-        self.rows = self.samples = 0
-
-
-Group = tuple[str, int]
-"""Samples that share a shard: ("pinned", its index), ("stored", number of the source) or ("new", number)."""
-
-
 class _Piece(NamedTuple):
-    """Samples ``start`` to ``stop`` of a group: one shard of the plan."""
+    """Samples of one shard of the plan, by number and in its order.
 
-    group: Group
-    start: int
-    stop: int
-    source: ShardSource | None
+    ``common`` is what each has in common with the one before it, where they are in the order of the trie.
+    """
+
+    samples: Ints
+    common: Ints | None = None
+    source: ShardSource | None = None
+
+    def part(self, start: int, stop: int) -> _Piece:
+        return _Piece(self.samples[start:stop], None if self.common is None else self.common[start:stop], self.source)
+
+
+def _new_shards(spool: SampleSpool, numbers: Ints, most_rows: int, *, share: bool) -> list[_Piece]:
+    """Shards of the samples that nothing holds yet."""
+    common = np.zeros(len(numbers), dtype=np.int64)
+    if share:
+        order, common = trie_order(spool.token_ids, spool.offsets[numbers], spool.lengths[numbers], spool.release)
+        numbers = numbers[order]
+    lengths = spool.lengths[numbers].tolist()
+    cuts = into_shards(
+        lengths, common.tolist(), most_rows=most_rows, most_samples=MOST_SAMPLES, most_tokens=MOST_TOKENS
+    )
+    whole = _Piece(numbers, common if share else None)
+    return [whole.part(start, stop) for start, stop in cuts]
 
 
 class _Grouping:
-    """Says which samples share a shard, one sample at a time."""
+    """Says which samples share a shard because something holds them already; the others are ``new``."""
 
-    def __init__(self, free: Layout, base: Base, pinned: Pins):
-        self._free, self._base, self._pinned = free, base, pinned
-        self._sizes: Counter[Group] = Counter()
+    def __init__(self, base: Base, pinned: Pins):
+        self._base, self._pinned = base, pinned
+        self._fixed: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._stored: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._new: list[int] = []
 
-    def place(self, sample_id: str, n_tokens: int) -> tuple[Group, int]:
-        """Its group, and where it is in there: by this number, then by arrival."""
-        group: Group
+    def add(self, sample_id: str, number: int) -> None:
+        """One sample; in its shard it stands by its place in the file, then by arrival."""
         if (pin := self._pinned.places.get(sample_id)) is not None:
-            group, place = ("pinned", pin[0]), pin[1]
+            self._fixed[pin[0]].append((pin[1], number))
         elif (stored := self._base.places.get(sample_id)) is not None:
-            group, place = ("stored", stored[0]), stored[1]
+            self._stored[stored[0]].append((stored[1], number))
         else:
-            group, place = ("new", self._free.place(n_tokens)[0]), 0
-        self._sizes[group] += 1
-        return group, place
+            self._new.append(number)
 
-    def shards(self, where: str) -> list[_Piece]:
+    @property
+    def new(self) -> Ints:
+        """Numbers of the samples that nothing holds."""
+        return np.array(self._new, dtype=np.int64)
+
+    def pieces(self, new: list[_Piece], where: str) -> list[_Piece]:
         """What each shard consists of; pinned ones have the index of their commit record, the others what is free."""
-        fixed = {
-            number: _Piece((kind, number), 0, count, self._pinned.sources.get(number))
-            for (kind, number), count in self._sizes.items()
-            if kind == "pinned"
-        }
-        stored = sorted(group for group in self._sizes if group[0] == "stored")
-        new = sorted(group for group in self._sizes if group[0] == "new")
-        rest = [_Piece(group, 0, self._sizes[group], self._base.sources[group[1]]) for group in stored]
-        rest += [_Piece(group, 0, self._sizes[group], None) for group in new]
+        fixed = {n: _Piece(_by_place(m), source=self._pinned.sources.get(n)) for n, m in self._fixed.items()}
+        rest = [_Piece(_by_place(m), source=self._base.sources[n]) for n, m in sorted(self._stored.items())]
+        rest += new
         gaps = max(self._pinned.sources, default=-1) + 1 - len(fixed)
         while len(rest) < gaps:
-            self._split(rest, where)
+            _split(rest, where)
         left = iter(rest)
         return [fixed[n] if n in fixed else next(left) for n in range(len(fixed) + len(rest))]
 
-    @staticmethod
-    def _split(rest: list[_Piece], where: str) -> None:
-        """Shards are numbered without gaps, so commit records of later shards may ask for smaller ones before them."""
-        at = max(range(len(rest)), key=lambda n: rest[n].stop - rest[n].start, default=None)
-        if at is None or rest[at].stop - rest[at].start < 2:
-            raise CorruptDataError(
-                f"{where} has commit records of more shards than the data has samples for; they are of another job. "
-                "Restore plan.json from a backup, or remove that folder: its samples are then extracted again"
-            )
-        piece = rest[at]
-        half = (piece.start + piece.stop) // 2
-        rest[at : at + 1] = [piece._replace(stop=half), piece._replace(start=half)]
+
+def _by_place(members: list[tuple[int, int]]) -> Ints:
+    return np.array([number for _, number in sorted(members)], dtype=np.int64)
 
 
-class _Rows:
-    """Rows of the plan on the local disk, by group, until all are known."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._tokens = folder, 0
-        self._pending: dict[Group, list[dict[str, Any]]] = {}
-
-    def add(self, group: Group, row: dict[str, Any], n_tokens: int) -> None:
-        """One row; what waits in memory is bounded."""
-        self._pending.setdefault(group, []).append(row)
-        self._tokens += n_tokens + 64  # the other fields
-        if self._tokens > _IN_MEMORY_TOKENS:
-            self._flush()
-
-    def _path(self, group: Group) -> Path:
-        return self._folder / f"{group[0]}-{group[1]}.arrows"
-
-    def _flush(self) -> None:
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
-        for group, rows in self._pending.items():
-            with self._path(group).open("ab") as file, pa.ipc.new_stream(file, PLAN_SCHEMA, options=options) as stream:
-                stream.write_table(pa.Table.from_pylist(rows, PLAN_SCHEMA))
-        self._pending, self._tokens = {}, 0
-
-    def table(self, group: Group) -> pa.Table:
-        """All rows of a group, by place, then by arrival."""
-        self._flush()
-        path = self._path(group)
-        tables, size = [], path.stat().st_size
-        with path.open("rb") as file:
-            while file.tell() < size:
-                tables.append(pa.ipc.open_stream(file).read_all())
-        whole = pa.concat_tables(tables)
-        return whole.take(pc.sort_indices(whole, [("first_row", "ascending")]))  # stable
+def _split(rest: list[_Piece], where: str) -> None:
+    """Shards are numbered without gaps, so commit records of later shards may ask for smaller ones before them."""
+    at = max(range(len(rest)), key=lambda n: len(rest[n].samples), default=None)
+    if at is None or len(rest[at].samples) < 2:
+        raise CorruptDataError(
+            f"{where} has commit records of more shards than the data has samples for; they are of another job. "
+            "Restore plan.json from a backup, or remove that folder: its samples are then extracted again"
+        )
+    piece = rest[at]
+    half, whole = len(piece.samples) // 2, len(piece.samples)
+    rest[at : at + 1] = [piece.part(0, half), piece.part(half, whole)]
 
 
-def _write(parquet: Path, rows: _Rows, pieces: list[_Piece]) -> list[PlannedShard]:
-    """One row group per shard."""
-    shards = []
-    with pq.ParquetWriter(parquet, PLAN_SCHEMA, compression="zstd") as writer:
+def _laid_out(spool: SampleSpool, piece: _Piece, *, share: bool) -> ShardLayout:
+    if not share:
+        return one_after_another(spool.lengths[piece.samples])
+    if piece.common is not None:
+        return along_trie(spool.lengths[piece.samples].tolist(), piece.common.tolist())
+    return lay_out(spool.sequences(piece.samples), share=True)
+
+
+def _write(parquet: Path, spool: SampleSpool, pieces: list[_Piece], *, share: bool) -> tuple[list[PlannedShard], int]:
+    """One row group per shard; also how many tokens an engine computes for all."""
+    shards, computed = [], 0
+    # Dictionaries would hide from zstd that shared prefixes are repeated.
+    plain = ("token_ids", "loss_mask", "segments", "sample_id")
+    few = [name for name in PLAN_SCHEMA.names if name not in plain]
+    with (
+        pq.ParquetWriter(parquet, PLAN_SCHEMA, compression="zstd", use_dictionary=few, write_statistics=few) as writer,
+        ThreadPoolExecutor(1, "plan-writer") as beside,
+    ):
+        waiting: Future[None] | None = None
         for index, piece in enumerate(pieces):
-            table = rows.table(piece.group).slice(piece.start, piece.stop - piece.start)
-            lengths = table["n_tokens"].to_pylist()
-            columns = {"shard": [index] * len(lengths), "first_row": _firsts(lengths)}
-            for name, values in columns.items():
-                at = PLAN_SCHEMA.get_field_index(name)
-                table = table.set_column(at, PLAN_SCHEMA.field(at), pa.array(values, PLAN_SCHEMA.field(at).type))
-            writer.write_table(table)
-            shards.append(PlannedShard(index=index, rows=sum(lengths), samples=len(lengths), source=piece.source))
-    return shards
-
-
-def _firsts(lengths: list[int]) -> list[int]:
-    firsts, at = [], 0
-    for length in lengths:
-        firsts.append(at)
-        at += length
-    return firsts
+            made = _laid_out(spool, piece, share=share)
+            table = spool.table(piece.samples, index, made.segments)
+            spool.release()
+            if waiting is not None:
+                waiting.result()
+            waiting = beside.submit(writer.write_table, table)
+            count = len(piece.samples)
+            shards.append(PlannedShard(index=index, rows=made.rows, samples=count, source=piece.source))
+            computed += made.computed
+        if waiting is not None:
+            waiting.result()
+    return shards, computed
 
 
 def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path, *, exact: bool) -> None:
@@ -255,23 +232,6 @@ def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path, *, e
             ) from taken
 
 
-def _plan_row(sample: Sample, place: int) -> dict[str, Any]:
-    return {
-        "sample_id": sample.sample_id,
-        "shard": 0,
-        "first_row": place,
-        "n_tokens": len(sample.token_ids),
-        "token_ids": sample.token_ids,
-        "loss_mask": sample.loss_mask,
-        "source_file": sample.source.file,
-        "source_row": sample.source.row,
-        "source_turn": sample.source.turn,
-        "split": sample.split,
-        "mask_method": sample.mask_method,
-        "truncated": sample.truncated,
-    }
-
-
 class _Counts:
     """What the plan knows of its distinct samples, beyond the tally of everything read."""
 
@@ -285,13 +245,15 @@ class _Counts:
         n = len(sample.token_ids)
         self.ids.add(sample.sample_id)
         self.tokens += n
-        self.supervised += int(sample.loss_mask.sum())
+        self.supervised += int(np.count_nonzero(sample.loss_mask))
         self.truncated += sample.truncated
         self.methods[sample.mask_method] += 1
         self.lengths[(n - 1).bit_length()] += 1
         self.longest = max(self.longest, n)
 
-    def meta(self, spec: JobSpec, tally: Tally, shards: list[PlannedShard], digest: str, base: str) -> PlanMeta:
+    def meta(
+        self, spec: JobSpec, tally: Tally, shards: list[PlannedShard], computed: int, digest: str, base: str
+    ) -> PlanMeta:
         return PlanMeta(
             fingerprint=spec.fingerprint,
             spec=spec.document,
@@ -301,6 +263,8 @@ class _Counts:
             input=tally.candidates,
             samples=len(self.ids),
             tokens=self.tokens,
+            rows=sum(shard.rows for shard in shards),
+            computed=computed,
             supervised_tokens=self.supervised,
             truncated=self.truncated,
             duplicates=tally.samples - len(self.ids),

@@ -40,6 +40,12 @@ class UnsealedShard:
         data = self._read(self._shape.tokens_offset + 4 * first_row, 4 * rows)
         return torch.frombuffer(data, dtype=torch.int32)
 
+    def sample(self, segments: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``[N, L, H]`` and token ids ``[N]`` of a sample that lies in segments (first row, rows)."""
+        rows = [self.rows(first, count) for first, count in segments]
+        ids = [self.token_ids(first, count) for first, count in segments]
+        return (rows[0], ids[0]) if len(segments) == 1 else (torch.cat(rows), torch.cat(ids))
+
     def _read(self, offset: int, size: int) -> bytearray:
         data = bytearray(size)
         view, done = memoryview(data), 0

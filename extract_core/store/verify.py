@@ -266,6 +266,7 @@ def _verify_shard(
         places = _places(header, scan.table, uses, name, report)
     if digest != shard.sha256:
         report.add(name, "sha256 differs", shard.sha256, digest, samples=held)
+    _verify_apart(uses, name, report)
     for use in uses:
         rows = f"rows {use.first_row}..{use.first_row + use.rows}"
         checksum = sums.get((use.byte_offset, use.byte_length))
@@ -285,6 +286,23 @@ def _verify_shard(
             at = next((i for i, (a, b) in enumerate(zip(stored, use.token_ids, strict=False)) if a != b), len(stored))
             wanted, got = (int(values[at]) if at < len(values) else "nothing" for values in (use.token_ids, stored))
             report.add(name, f"token id of row {use.first_row + at} differs from the index", wanted, got, use.sample)
+
+
+def _verify_apart(uses: Sequence[_Use], name: str, report: VerifyReport) -> None:
+    """Samples use a segment as a whole or not at all."""
+    owners = {(use.first_row, use.rows): use.sample for use in reversed(uses)}
+    furthest, before = 0, (0, 0)
+    for first, rows in sorted(owners):
+        if first < furthest:
+            report.add(
+                name,
+                f"rows {first}..{first + rows} are a segment that overlaps another",
+                "segments that are the same or apart",
+                f"rows {before[0]}..{sum(before)} of sample {owners[before]}",
+                owners[first, rows],
+            )
+        if first + rows > furthest:
+            furthest, before = first + rows, (first, rows)
 
 
 def _chunks(root: Root, name: str, size: int) -> Iterator[memoryview]:

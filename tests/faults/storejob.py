@@ -30,6 +30,7 @@ from extract_core.job import Job
 from extract_core.settings import load_job
 from extract_core.store.records import Manifest
 from extract_core.store.writer import ShardWriter
+from tests.prefix_rows import prefix_rows
 
 DELAYS_S = (0.05, 0.2, 0.5)
 """Pauses between tries; as many tries as a run has."""
@@ -84,15 +85,15 @@ class RandomRows:
             hidden_size=job.model.hidden_size,
             dtype=job.dtype,
         )
-        scale = torch.arange(1, len(job.layer_ids) + 1)[None, :, None].float()
         for sample in request.samples:
             ids = np.frombuffer(sample.token_ids, "<i4")
-            seed = int(sample.sample_id.encode().hex()[-12:], 16) + self._salt
-            generator = torch.Generator().manual_seed(seed)
-            shape = (len(ids), len(job.layer_ids), job.model.hidden_size)
-            rows = (torch.randn(shape, generator=generator) * scale).to(dtype)
-            writer.write_rows(sample.first_row, memoryview(rows.reshape(-1).view(torch.uint8).numpy()))
-            writer.write_token_ids(sample.first_row, ids)
+            rows = prefix_rows(ids, len(job.layer_ids), job.model.hidden_size, self._salt).to(dtype)
+            at = 0
+            for first, count in sample.segments:
+                part = rows[at : at + count].reshape(-1).view(torch.uint8)
+                writer.write_rows(first, memoryview(part.numpy()))
+                writer.write_token_ids(first, ids[at : at + count])
+                at += count
         writer.close()
         tokens = {sample.sample_id: 7 for sample in request.samples}
         on_progress(Progress([], list(tokens), request.rows, 1))

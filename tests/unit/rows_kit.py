@@ -20,16 +20,17 @@ from extract_core.local import RunResult
 from extract_core.progress import Reporter, reporter, set_reporter
 from extract_core.settings import JobSettings
 from extract_core.store.writer import ShardWriter
+from tests.prefix_rows import prefix_rows
 
 from .cli import kit
 
 
 class Rows:
-    """Stands where a run has its ``EngineSupervisor``: rows follow from the sample's id alone.
+    """Stands where a run has its ``EngineSupervisor``: rows follow from the tokens up to their position.
 
     Args:
         job: the job.
-        spoil: samples whose rows are not finite.
+        spoil: samples whose last segments are not finite.
         killers: samples that end the engine.
         salt: other rows for the same samples.
     """
@@ -82,23 +83,35 @@ class Rows:
             hidden_size=job.model.hidden_size,
             dtype=job.dtype,
         )
+        written: set[tuple[int, int]] = set()
         for sample in request.samples:
             ids = np.frombuffer(sample.token_ids, "<i4")
-            writer.write_rows(sample.first_row, self._states(sample, len(ids)))
-            writer.write_token_ids(sample.first_row, ids)
+            states, at = self._states(sample, ids), 0
+            for node in sample.segments:
+                first, count = node
+                if node not in written:  # as the engine: who comes first
+                    writer.write_rows(first, raw(states[at : at + count]))
+                    writer.write_token_ids(first, ids[at : at + count])
+                written.add(node)
+                at += count
+            assert at == len(ids)
+        used = {row for sample in request.samples for first, n in sample.segments for row in range(first, first + n)}
+        assert not writer.missing() or len(used) < request.rows, "rows of a sample were left out"
         writer.close()
         counters = {"tokens": float(request.rows), "engine_s": 1.0}
         return ShardDone(attempt=request.attempt, greedy={}, top1={}, refused={}, counters=counters)
 
-    def _states(self, sample: JobSample, rows: int) -> memoryview:
-        generator = torch.Generator().manual_seed(int(sample.sample_id.encode().hex()[-12:], 16) + self._salt)
-        layers = len(self._job.layer_ids)
-        scale = torch.arange(1, layers + 1)[None, :, None].float()
-        states = torch.randn(rows, layers, self._job.model.hidden_size, generator=generator) * scale
+    def _states(self, sample: JobSample, ids: np.ndarray) -> torch.Tensor:
+        states = prefix_rows(ids, len(self._job.layer_ids), self._job.model.hidden_size, self._salt)
         states = states.to(getattr(torch, self._job.dtype))
         if sample.sample_id in self._spoil:
-            states[:, 1] = float("nan")
-        return memoryview(states.view(torch.uint8).numpy().reshape(-1))
+            states[-sample.segments[-1][1] :, 1] = float("nan")
+        return states
+
+
+def raw(states: torch.Tensor) -> memoryview:
+    """The bytes of rows."""
+    return memoryview(states.contiguous().view(torch.uint8).numpy().reshape(-1))
 
 
 class Notes(Reporter):

@@ -41,8 +41,8 @@ def test_encoded_rows() -> None:
     reading, decoding = BLOCKS
     assert "extract_core" not in decoding
     folder = GOLDEN / "schema-3-bf16-split-zstd"
-    index = reading[: reading.index("with safe_open")].replace('"ROOT"', repr(str(folder / "dataset")))
-    segment = executed(index)["segment"]
+    index = reading[: reading.index("parts = []")].replace('"ROOT"', repr(str(folder / "dataset")))
+    segment = executed(index)["sample"]["segments"][0]
     path = folder / "dataset" / "shards" / f"{segment['shard']}.safetensors"
     rows = executed(decoding, path=path, segment=segment)["rows"]
     wanted = expected(folder)

@@ -28,6 +28,7 @@ from extract_core.errors import (
 from extract_core.job import Job, new_attempt, open_root, prepare
 from extract_core.pipeline import Captured
 from extract_core.pipeline.commit import _check_and_seal
+from extract_core.planning.plan import segments_of
 from extract_core.reader import HiddenStatesDataset
 from extract_core.spool import SpoolLimit
 from extract_core.store import layout
@@ -76,14 +77,18 @@ def captured(
     path = job.spool / f"{shard:05d}-{attempt}.tmp"
     writer = ShardWriter(path, rows=rows, layer_ids=job.layer_ids, hidden_size=kit.HIDDEN, dtype=job.dtype)
     generator = torch.Generator().manual_seed(shard)
-    for sample, first, ids in zip(
-        table["sample_id"].to_pylist(), table["first_row"].to_pylist(), table["token_ids"].to_pylist(), strict=True
+    random = torch.randn(rows, len(job.layer_ids), kit.HIDDEN, generator=generator)
+    for sample, segments, ids in zip(
+        table["sample_id"].to_pylist(), segments_of(table), table["token_ids"].to_pylist(), strict=True
     ):
-        states = torch.randn(len(ids), len(job.layer_ids), kit.HIDDEN, generator=generator)
-        if sample == spoil:
-            states[:, 1] = how
-        writer.write_rows(first, memoryview(states.view(torch.uint8).numpy().reshape(-1)))
-        writer.write_token_ids(first, np.array(ids))
+        at = 0
+        for first, count in segments:
+            states = random[first : first + count]
+            if sample == spoil and at + count == len(ids):
+                states[:, 1] = how
+            writer.write_rows(first, memoryview(states.view(torch.uint8).numpy().reshape(-1)))
+            writer.write_token_ids(first, np.array(ids[at : at + count]))
+            at += count
     writer.close()
     done = ShardDone(attempt=attempt, greedy={}, top1={}, refused={}, counters={"tokens": float(rows), "engine_s": 1.0})
     return Captured(shard, attempt, path, table, done, engine={"vllm": "0"}, final_norm=final_norm)

@@ -85,16 +85,21 @@ def test_every_row_has_one_place(job: Job) -> None:
     seen = []
     for shard in meta.shards:
         table = job.plan.shard(shard.index).to_pylist()
-        at = 0
+        places: dict[int, tuple[int, ...]] = {}
         for row in table:
-            assert (row["shard"], row["first_row"]) == (shard.index, at)
+            assert row["shard"] == shard.index
             assert len(row["token_ids"]) == len(row["loss_mask"]) == row["n_tokens"]
-            at += row["n_tokens"]
-        assert at == shard.rows
+            rows = [n for run in row["segments"] for n in range(run["first_row"], run["first_row"] + run["rows"])]
+            assert len(rows) == row["n_tokens"]
+            for position, place in enumerate(rows):
+                prefix = tuple(row["token_ids"][: position + 1])
+                assert places.setdefault(place, prefix) == prefix
+        assert sorted(places) == list(range(shard.rows))
         assert len(table) == shard.samples
-        assert len(table) == 1 or at * meta.row_bytes <= 10 * 2**10
+        assert len(table) == 1 or shard.rows * meta.row_bytes <= 10 * 2**10
         seen += [row["sample_id"] for row in table]
     assert len(set(seen)) == len(seen) == meta.samples == 12
+    assert sum(shard.rows for shard in meta.shards) == meta.rows <= meta.tokens and meta.rows <= meta.computed
     assert meta.input == meta.samples + meta.duplicates + sum(meta.dropped.values())
     assert job.plan.sample_ids() == {s.index: job.plan.shard(s.index)["sample_id"].to_pylist() for s in meta.shards}
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +23,7 @@ from extract_core.chat.types import Sample, Source
 from extract_core.cli import app
 from extract_core.errors import CorruptDataError, EngineError
 from extract_core.job import Job, prepare
+from extract_core.planning import plan as plans
 from extract_core.planning.base import FREE, NOTHING, Base, Pins, find_base
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.planning.making import make_plan
@@ -503,23 +508,34 @@ def test_two_that_plan_at_once_on_one_base_must_agree(case: Case, monkeypatch: p
 
 def test_older_plans_are_read_and_are_a_base(case: Case) -> None:
     job = prepare(case.job(ROWS))
-    for schema in (1, 2):
+    for schema in (1, 2, 3):
         rewritten(job, schema)
         plan = load_plan(job.root, job.plan.fingerprint)
         assert plan is not None and plan.meta.schema_version == schema
-        assert plan.meta.model_copy(update={"schema_version": 3}) == job.plan.meta
+        now = {name: getattr(job.plan.meta, name) for name in ("schema_version", "computed", "plan_sha256")}
+        assert plan.meta.model_copy(update=now) == job.plan.meta
+        assert plan.shard(0).equals(job.plan.shard(0))
     case.extract(ROWS)
     _, asked_for = case.extract(EDITED)
     assert flat(asked_for) == [40, 41, 42]
 
 
 def rewritten(job: Job, schema: int) -> None:
-    """plan.json as that schema had it."""
+    """The plan as that schema had it."""
+    old = io.BytesIO()
+    with pq.ParquetWriter(old, plans._OLDER_SCHEMA, compression="zstd") as writer:
+        for table in job.plan.shards():
+            firsts = [segments[0]["first_row"] for segments in table["segments"].to_pylist()]
+            columns = [firsts if name == "first_row" else table[name] for name in plans._OLDER_SCHEMA.names]
+            writer.write_table(pa.table(columns, plans._OLDER_SCHEMA))
     tree = json.loads(job.plan.meta.model_dump_json())
-    tree |= {"schema_version": schema}
-    del tree["base"]
-    for shard in tree["shards"]:
-        del shard["source"]
+    tree |= {"schema_version": schema, "plan_sha256": hashlib.sha256(old.getvalue()).hexdigest()}
+    job.root.put_bytes(layout.plan_path(job.plan.fingerprint, tree["plan_sha256"]), old.getvalue())
+    del tree["rows"], tree["computed"]
+    if schema < 3:
+        del tree["base"]
+        for shard in tree["shards"]:
+            del shard["source"]
     if schema > 1:
         tree[CHECKSUM] = canonical_digest(tree)
     job.root.put_bytes(layout.plan_meta_path(job.plan.fingerprint), json.dumps(tree).encode())
@@ -644,22 +660,27 @@ def edits(draw: st.DrawFn) -> tuple[list[int], dict[int, int], dict[int, int]]:
     return rows, stored, pinned
 
 
-@given(made=edits(), shard_rows=st.integers(1, 200))
+@given(made=edits(), shard_rows=st.integers(1, 200), share=st.booleans())
 @examples(deadline=None)
 def test_every_sample_has_one_place_whatever_is_stored(
-    made: tuple[list[int], dict[int, int], dict[int, int]], shard_rows: int, tmp_path_factory: pytest.TempPathFactory
+    made: tuple[list[int], dict[int, int], dict[int, int]],
+    shard_rows: int,
+    share: bool,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     rows, stored, pinned = made
     root = Root.open(str(tmp_path_factory.mktemp("root")))
     base = Base(SOURCES, {sample(n).sample_id: (file, 1000 - n) for n, file in stored.items()}, "x")
     pins = Pins(dict.fromkeys(pinned.values()), {sample(n).sample_id: (shard, 0) for n, shard in pinned.items()})
-    plan = make_plan(root, SPEC, map(sample, rows), shard_bytes=8 * shard_rows, base=base, pinned=pins)
+    spec = JobSpec({**SPEC.document, "layout": {**SPEC.document["layout"], "share_prefixes": share}})
+    plan = make_plan(root, spec, map(sample, rows), shard_bytes=8 * shard_rows, base=base, pinned=pins)
     seen: dict[str, int] = {}
     for shard, table in zip(plan.meta.shards, plan.shards(), strict=True):
         assert table.schema.equals(PLAN_SCHEMA)
         at = 0
         for row in table.to_pylist():
-            assert (row["shard"], row["first_row"]) == (shard.index, at) and row["sample_id"] not in seen
+            assert row["segments"] == [{"first_row": at, "rows": row["n_tokens"]}], "no prefix of 16 is shared here"
+            assert row["shard"] == shard.index and row["sample_id"] not in seen
             seen[row["sample_id"]] = shard.index
             number = int(row["sample_id"], 16)
             assert row["token_ids"] == tokens(number) and row["source_row"] == number
@@ -683,7 +704,7 @@ def test_records_of_more_shards_than_samples_are_refused(tmp_path: Path) -> None
 
 
 def test_many_tokens_go_through_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extract_core.planning.making._IN_MEMORY_TOKENS", 100)
+    monkeypatch.setattr("extract_core.planning.samples._BUFFER", 100)
     base = Base(SOURCES, {sample(n).sample_id: (n % 4, n) for n in range(0, 60, 2)}, "x")
     plan = make_plan(Root.open(str(tmp_path)), SPEC, map(sample, range(60)), shard_bytes=8 * 100, base=base)
     names = [int(name, 16) for ids in plan.sample_ids().values() for name in ids]

@@ -273,7 +273,8 @@ def _index(folder: Path, data: bytes) -> None:
 def _plan_seeds(folder: Path) -> list[bytes]:
     rows = [
         {
-            "sample_id": f"{n:032x}", "shard": n // 2, "first_row": 4 * (n % 2), "n_tokens": 4, "token_ids": [1, 2, 3, 4],
+            "sample_id": f"{n:032x}", "shard": n // 2, "segments": [{"first_row": 4 * (n % 2), "rows": 4}],
+            "n_tokens": 4, "token_ids": [1, 2, 3, 4],
             "loss_mask": [0, 0, 1, 1], "source_file": "a.jsonl", "source_row": n + 1, "source_turn": None,
             "split": "train", "mask_method": "prefix", "truncated": False,
         }
@@ -287,9 +288,9 @@ def _plan_seeds(folder: Path) -> list[bytes]:
     (folder / "layout").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     tree = {
-        "schema_version": 1, "fingerprint": FINGERPRINT, "spec": {"model": {}}, "plan_sha256": digest, "row_bytes": 96,
+        "schema_version": 4, "fingerprint": FINGERPRINT, "spec": {"model": {}}, "plan_sha256": digest, "row_bytes": 96,
         "shards": [{"index": 0, "rows": 8, "samples": 2}, {"index": 1, "rows": 8, "samples": 2}], "input": 4,
-        "samples": 4, "tokens": 16, "supervised_tokens": 8, "truncated": 0, "duplicates": 0, "dropped": {},
+        "samples": 4, "tokens": 16, "rows": 16, "computed": 16, "supervised_tokens": 8, "truncated": 0, "duplicates": 0, "dropped": {},
         "malformed": 0, "mask_methods": {"prefix": 4}, "length_histogram": {"4": 4}, "longest": 4,
     }  # fmt: skip
     return [json.dumps(tree).encode(), data]

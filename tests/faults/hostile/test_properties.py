@@ -14,7 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extract_core.planning.making import MOST_SAMPLES, Layout
+from extract_core.planning.making import MOST_TOKENS
+from extract_core.planning.prefixes import into_shards, one_after_another
 from extract_core.store.encoding import BF16_SPLIT_ZSTD, NONE, encodes
 from extract_core.store.records import Accounting, canonical_json
 from extract_core.store.root import Root
@@ -88,22 +89,21 @@ def test_what_is_written_in_any_order_is_read_exactly(data: st.DataObject) -> No
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=200), st.integers(1, 500))
 def test_a_layout_holds_every_sample_once_and_keeps_to_its_size(lengths: list[int], target: int) -> None:
-    layout = Layout(target)
-    placed = [layout.place(n) for n in lengths]
-    layout.close()
-    again = Layout(target)
-    assert [again.place(n) for n in lengths] == placed  # nothing but the input decides
-    assert sum(shard.samples for shard in layout.shards) == len(lengths)
-    assert sum(shard.rows for shard in layout.shards) == sum(lengths)
-    assert [shard.index for shard in layout.shards] == list(range(len(layout.shards)))
-    taken: dict[int, int] = {}
-    for (shard, first, opened), n in zip(placed, lengths, strict=True):
-        assert first == taken.get(shard, 0) and opened == (first == 0 and shard > 0)
-        taken[shard] = first + n
-    for shard in layout.shards:
-        assert taken[shard.index] == shard.rows
-        assert shard.rows <= target or shard.samples == 1  # a sample is never split
-        assert shard.samples <= MOST_SAMPLES
+    """Without shared prefixes; tests/unit/test_prefixes.py has those with."""
+    most_samples = 20
+    shards = into_shards(
+        lengths, [0] * len(lengths), most_rows=target, most_samples=most_samples, most_tokens=MOST_TOKENS
+    )
+    assert [n for start, stop in shards for n in range(start, stop)] == list(range(len(lengths)))
+    for number, (start, stop) in enumerate(shards):
+        held = lengths[start:stop]
+        assert sum(held) <= target or len(held) == 1  # a sample is never split
+        assert len(held) <= most_samples
+        if number + 1 < len(shards):
+            assert sum(held) + lengths[stop] > target or len(held) == most_samples, "filled in the order of the input"
+        made = one_after_another(np.array(held))
+        assert [rows for ((_, rows),) in made.segments] == held and made.rows == sum(held)
+        assert [first for ((first, _),) in made.segments] == [sum(held[:n]) for n in range(len(held))]
 
 
 JSON = st.recursive(

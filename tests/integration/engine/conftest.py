@@ -42,8 +42,8 @@ def run_job(engine: EngineSupervisor, folder: Path, sequences: Sequence[np.ndarr
     job = ShardJob(attempt, str(path), total, samples, solo=[s.sample_id for s in samples] if solo else [])
     done = engine.extract(job, lambda progress: None)
     with UnsealedShard(path) as shard:
-        rows = [shard.rows(s.first_row, len(ids)).float().numpy() for s, ids in zip(samples, sequences, strict=True)]
-        echo = [shard.token_ids(s.first_row, len(ids)).numpy() for s, ids in zip(samples, sequences, strict=True)]
+        found = [shard.sample(s.segments) for s in samples]
+        rows, echo = [rows.float().numpy() for rows, _ in found], [ids.numpy() for _, ids in found]
     path.unlink()
     return Capture(rows, echo, done)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from extract_core.engine import compat
+from extract_core.engine.places import Place
 from extract_core.engine.worker import CPUCaptureWorker
 
 ORDER, LAST_CHUNK, PREFIX_HIT, ZERO, EARLY_LAST, EARLY_MIDDLE, POST_NORM, NAN, STALE = range(500, 509)
@@ -15,8 +16,8 @@ ORDER, LAST_CHUNK, PREFIX_HIT, ZERO, EARLY_LAST, EARLY_MIDDLE, POST_NORM, NAN, S
 _make_request = compat.make_request
 
 
-def _make_request_that_reads_the_cache(core: Any, request_id: str, token_ids: list[int]) -> Any:
-    request = _make_request(core, request_id, token_ids)
+def _make_request_that_reads_the_cache(core: Any, request_id: str, token_ids: list[int], **options: Any) -> Any:
+    request = _make_request(core, request_id, token_ids, **options)
     if token_ids[0] == PREFIX_HIT:
         request.skip_reading_prefix_cache = False
     return request
@@ -62,8 +63,9 @@ class Planted(CPUCaptureWorker):
                 for now, before in zip(states, self._before, strict=True):
                     size = min(count, len(before))
                     now[rows.start : rows.start + size] = before[:size]
-            if bug == LAST_CHUNK and firsts[rid] > 0 and firsts[rid] + count == self._places[rid][1]:
-                self._places = {**self._places, rid: (self._places[rid][0], firsts[rid])}  # no place for its rows
+            if bug == LAST_CHUNK and firsts[rid] > 0 and firsts[rid] + count == self._places[rid].rows:
+                (whole,) = self._places[rid].spans(0, 0, firsts[rid])
+                self._places = {**self._places, rid: Place([(whole.target, whole.rows)])}  # no place for its rows
         if ORDER in self._firsts.values() and len(order) > 1:  # paired by the order of submission, which is another
             self.model_runner.input_batch._req_ids[: len(order)] = [*order[1:], order[0]]
         self._before = [tensor.clone() for tensor in state.aux_hidden_states]

@@ -19,6 +19,8 @@ from extract_core.engine.worker import CPUCaptureWorker
 DIE, HANG, RAISE, ZERO, NAN, SWAP, SHORT, COPY, DIE_ONCE, EARLY = range(500, 510)
 STOP, CRASH, EXIT, HOARD, DIE_WHILE_ILL, NAN_WHILE_ILL = range(490, 496)
 """First tokens beyond the tiny tokenizer's 258, within its model's vocabulary of 512."""
+DIE_AT_END = 496
+"""A last token: the sample may share its beginning with others."""
 ILL = "SABOTEUR_ILL"
 """Variable without which ``DIE_WHILE_ILL`` and ``NAN_WHILE_ILL`` do nothing: what fails in one run passes later."""
 REFUSE_TO_LOAD = "SABOTEUR_REFUSES"
@@ -37,7 +39,11 @@ class Saboteur(CPUCaptureWorker):
         """Fail before or after the real forward."""
         for new in scheduler_output.scheduled_new_reqs:
             token = new.prompt_token_ids[0]
-            if token == DIE or (token == DIE_WHILE_ILL and os.environ.get(ILL)):
+            if (
+                token == DIE
+                or new.prompt_token_ids[-1] == DIE_AT_END
+                or (token == DIE_WHILE_ILL and os.environ.get(ILL))
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
             if token == DIE_ONCE:
                 mark = Path(os.environ["SABOTEUR_MARK"])

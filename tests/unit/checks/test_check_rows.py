@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extract_core.checks import rows as module
-from extract_core.checks.rows import RowFailure, SampleStats, check_sample_rows
+from extract_core.checks.rows import RowFailure, SampleStats, ShardChecker, check_sample_rows
 
 LAYERS = [2, 15, 30]
 
@@ -116,3 +116,73 @@ def test_zero_embeddings():
     )
     states[:, 0] = 0
     assert check(states, tokens, layer_ids=layers).reason == "zero_row"
+
+
+class Stored:
+    """Rows of a shard; counts those that are read."""
+
+    def __init__(self, states, tokens):
+        self.states, self.tokens, self.read = states, tokens, 0
+
+    def rows(self, first_row, rows):
+        self.read += rows
+        return self.states[first_row : first_row + rows]
+
+    def token_ids(self, first_row, rows):
+        return self.tokens[first_row : first_row + rows]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.sampled_from(["sound", "zero", "nan", "constant", "echo", "identical"]),
+    st.integers(0, 44),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_sample_in_segments_is_judged_as_a_whole(sizes, fault, at):
+    """The pieces lie in the shard in reverse."""
+    states, tokens = example(sum(sizes))
+    at %= len(states)
+    if fault == "identical":
+        states[:, 1] = states[0, 1].clone()
+    elif fault != "sound" and fault != "echo":
+        states[at, 1] = {"zero": 0.0, "nan": float("nan"), "constant": 2.0}[fault]
+    places, behind = [], len(states)
+    stored, echo = states.clone(), tokens.clone()
+    begin = 0
+    for size in sizes:
+        behind -= size
+        places.append((behind, size))
+        stored[behind : behind + size] = states[begin : begin + size]
+        echo[behind : behind + size] = tokens[begin : begin + size]
+        begin += size
+    expected = tokens.clone()
+    if fault == "echo":
+        expected[at] += 1
+    found = ShardChecker(Stored(stored, echo), LAYERS).check(places, expected)
+    assert found == check(states, tokens, expected)
+    assert isinstance(found, SampleStats) == (fault == "sound" or (fault == "identical" and len(states) == 1))
+
+
+def test_shared_rows_are_read_once():
+    states, tokens = example(60)
+    shard = Stored(states, tokens)
+    checker = ShardChecker(shard, LAYERS)
+    for first, rows in [(40, 10), (50, 10)]:
+        whole = torch.cat((states[:40], states[first : first + rows]))
+        ids = torch.cat((tokens[:40], tokens[first : first + rows]))
+        assert checker.check([(0, 40), (first, rows)], ids) == check(whole, ids)
+    assert shard.read == 60 + 2 * 2, "and two of each sample that are compared"
+    assert checker.check([(0, 40)], tokens[:41]) == RowFailure("row_count", "40 rows for 41 tokens")
+
+
+def test_zero_embeddings_of_shared_rows():
+    states, tokens = example(20)
+    states[[3, 12], 0] = 0
+    tokens[12] = tokens[3]
+    layers = [0, 15, 30]
+    checker = ShardChecker(Stored(states, tokens), layers)
+    assert isinstance(checker.check([(0, 10), (10, 10)], tokens), SampleStats)
+    tokens[15] = tokens[3]
+    checker = ShardChecker(Stored(states, tokens), layers)
+    assert checker.check([(0, 10), (10, 10)], tokens) == check(states, tokens, layer_ids=layers)
+    assert isinstance(checker.check([(0, 10)], tokens[:10]), SampleStats)

@@ -46,6 +46,8 @@ def write_plan(root, extra_shards=1, **change):
         "input": 20,
         "samples": sum(shard.samples for shard in shards),
         "tokens": sum(shard.rows for shard in shards),
+        "rows": sum(shard.rows for shard in shards),
+        "computed": sum(shard.rows for shard in shards),
         "supervised_tokens": 5,
         "truncated": 0,
         "duplicates": 0,

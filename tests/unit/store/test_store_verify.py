@@ -159,3 +159,18 @@ def test_index_that_lies(root, tmp_path):
     ):
         assert expected in found
     assert verify(root, 1).ok
+
+
+def test_segments_that_overlap(root, tmp_path):
+    """Samples share a segment or nothing: one that begins a row early takes a row of another."""
+    commits = read_commits(root, FINGERPRINT)
+    known = {s.sample_id: s for number in range(2) for s in make_shard(tmp_path / "again", 4, seed=number)[1]}
+    rows = index_table(commits, known).to_pylist()
+    width = rows[0]["segments"][0]["byte_length"] // rows[0]["segments"][0]["rows"]
+    rows[2]["segments"][1]["first_row"] -= 1
+    rows[2]["segments"][1]["byte_offset"] -= width
+    index = write_index(root, pa.Table.from_pylist(rows, schema=INDEX_SCHEMA))
+    who = attempt()
+    publish(root, lambda n: build_manifest(n, who, commits, index), who)
+    (found,) = [text for text in texts(root) if "overlaps another" in text]
+    assert f"sample {rows[2]['sample_id']}" in found and f"of sample {rows[1]['sample_id']}" in found

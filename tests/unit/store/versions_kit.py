@@ -55,6 +55,8 @@ def add_plan(root: Root, plan: int, shards: int) -> None:
         input=9,
         samples=8,
         tokens=80,
+        rows=80,
+        computed=80,
         supervised_tokens=40,
         truncated=0,
         duplicates=0,
