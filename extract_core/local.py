@@ -105,8 +105,8 @@ def extract(
                 with_retries(partial(pipeline.preflight, job, engine, folder))
         committer = stack.enter_context(ThreadPoolExecutor(job.spool_limit.shards, "commit"))
 
-        def capture(task: ShardTask) -> Captured:
-            return with_retries(partial(pipeline.capture_shard, job, engine, folder, task, progress.tokens))
+        def capture(task: ShardTask, following: Callable[[], ShardTask | None]) -> Captured:
+            return with_retries(partial(pipeline.capture_shard, job, engine, folder, task, progress.tokens, following))
 
         def commit(captured: Captured) -> Future[CommitRecord]:
             return committer.submit(with_retries, partial(pipeline.commit_shard, job, captured))
@@ -141,7 +141,7 @@ def _nothing() -> None:
 
 def run_shards(
     todo: Iterable[S],
-    capture: Callable[[S], Captured],
+    capture: Callable[[S, Callable[[], S | None]], Captured],
     commit: Callable[[Captured], Waitable],
     on_captured: Callable[[S], None],
     limit: spool.SpoolLimit,
@@ -150,22 +150,41 @@ def run_shards(
     """Capture shards one after the other; each is committed while the next ones are captured.
 
     The next shard begins when there is room for it in the spool: a store that is slower than the engine holds the
-    engine back. A failure ends the loop; what was captured before it is still committed, and whatever else fails then
-    is told as a note, so that the first failure is the one raised. ``abandon`` is called first then: nothing more will
-    be captured, and whoever cancelled wants the accelerator back before the last shards are stored.
+    engine back. ``capture`` is given a function that returns what follows as soon as there is room for that, too, so
+    that the engine can go on without a gap.
+
+    A failure ends the loop; what was captured before it is still committed, and whatever else fails then is told as a
+    note, so that the first failure is the one raised. ``abandon`` is called first then: nothing more will be captured,
+    and whoever cancelled wants the accelerator back before the last shards are stored.
     """
     waiting: deque[tuple[S, Captured, Waitable]] = deque()
     waited = 0.0
+    shards = iter(todo)
+    shard, following, begun = next(shards, None), None, False
+
+    def ahead() -> S | None:
+        nonlocal begun
+        rows = [other.rows for other, captured, _ in waiting if not captured.committed]
+        if following is None or shard is None or not limit.admits(following.rows, rows, capturing=shard.rows):
+            return None
+        begun = True
+        return following
+
     try:
-        for shard in todo:
+        while shard is not None:
             started = time.perf_counter()
-            while not limit.admits(shard.rows, [other.rows for other, _, _ in waiting]):
+            while not begun and not limit.admits(shard.rows, [other.rows for other, _, _ in waiting]):
                 waiting[0][2].result()
                 waiting.popleft()
             waited += time.perf_counter() - started
-            captured = capture(shard)
+            while waiting and waiting[0][1].committed:
+                waiting[0][2].result()
+                waiting.popleft()
+            following, begun = next(shards, None), False
+            captured = capture(shard, ahead)
             on_captured(shard)
             waiting.append((shard, captured, commit(captured)))
+            shard = following
         while waiting:
             waiting[0][2].result()
             waiting.popleft()

@@ -45,9 +45,17 @@ class SpoolLimit:
     shards: int
     row_bytes: int
 
-    def admits(self, rows: int, waiting: Sequence[int]) -> bool:
-        """Whether a shard of so many rows may begin while shards of ``waiting`` rows are not stored yet."""
-        return not waiting or (len(waiting) <= self.shards and (rows + sum(waiting)) * self.row_bytes <= self.nbytes)
+    def admits(self, rows: int, waiting: Sequence[int], capturing: int = 0) -> bool:
+        """Whether a shard may begin.
+
+        Args:
+            rows: of the shard.
+            waiting: rows of each shard that is captured and not stored yet.
+            capturing: rows of the shard that is captured at the moment: it takes room, but nobody stores it yet.
+        """
+        if not waiting and not capturing:
+            return True
+        return len(waiting) <= self.shards and (rows + capturing + sum(waiting)) * self.row_bytes <= self.nbytes
 
 
 def temp_spool() -> Path:

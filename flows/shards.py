@@ -50,7 +50,9 @@ def extract_shards(
         with clock.stage("extraction_s"):
             run_shards(
                 still_open(job, todo) if shared else todo,
-                lambda task: capture_shard(whole(job), whole(engine), whole(folder), whole(task), whole(shown)),
+                lambda task, following: capture_shard(
+                    whole(job), whole(engine), whole(folder), whole(task), whole(shown), whole(following)
+                ),
                 lambda captured: commit_shard.submit(whole(job), whole(captured)),
                 shown.shard_done,
                 job.spool_limit,

@@ -6,6 +6,7 @@ persists what it returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from prefect import task
@@ -90,10 +91,15 @@ def preflight(job: Job, engine: EngineSupervisor, folder: RunFolder) -> dict[str
 
 @task(name="capture-shard", task_run_name="capture-shard-{todo.name}", **OPTIONS)
 def capture_shard(
-    job: Job, engine: EngineSupervisor, folder: RunFolder, todo: ShardTask, progress: ShardProgress
+    job: Job,
+    engine: EngineSupervisor,
+    folder: RunFolder,
+    todo: ShardTask,
+    progress: ShardProgress,
+    following: Callable[[], ShardTask | None],
 ) -> Captured:
     """Run one shard through the engine; called directly, so that a cancelled flow stops it."""
-    return pipeline.capture_shard(job, engine, folder, todo, progress.tokens)
+    return pipeline.capture_shard(job, engine, folder, todo, progress.tokens, following)
 
 
 @task(name="commit-shard", task_run_name="commit-shard-{captured.name}", **OPTIONS)

@@ -36,7 +36,6 @@ class LayerCapture:
         holder, blocks = decoder_blocks(self.model, n)
         self.norm = final_norm(holder, blocks)
         self._dtype = model_runner.model_config.dtype
-        self._worst: torch.Tensor | None = None
         self._ids, self._n, self._hidden_size = list(layer_ids), n, hidden_size
         self._hooks: LayerHooks | None = None
         if hooks:
@@ -78,44 +77,47 @@ class LayerCapture:
         check_layers(found, self._ids, tokens, self._hidden_size)
         return found
 
-    def prove(self, states: Sequence[torch.Tensor], state: Any, tokens: int, *, now: bool) -> None:
-        """Compare the norm of layer n with what the model itself returned for these tokens.
+    def proof(self, states: Sequence[torch.Tensor], state: Any, tokens: int, *, first: bool) -> torch.Tensor | None:
+        """Compare the norm of layer n with what the model itself returned for these tokens, without waiting for it.
 
-        The result of a step is only waited for with ``now``; ``proved`` gives that of all steps. Nothing is done
-        without layer n.
+        Args:
+            states: the layers of the step.
+            state: the runner's ``execute_model_state``.
+            tokens: tokens of the step.
+            first: whether to compare with the stream itself, too: once a shard is enough for what never changes.
+
+        Returns:
+            for ``judge``, on the device: float32 [2], the difference of the norm (NaN: nothing to compare) and of the
+            stream; None without layer n.
+        """
+        if self._ids[-1] != self._n:
+            return None
+        rows = spread_rows(tokens, states[-1].device)
+        stream, normed = states[-1][rows], state.hidden_states[rows]
+        error = norm_error(self.norm, stream, normed)
+        if first and stream.shape == normed.shape and not isinstance(self.norm, torch.nn.Identity):
+            same = difference(stream, normed)
+        else:
+            same = torch.full_like(error, math.inf)
+        return torch.stack((error.float(), same.float()))
+
+    def judge(self, figures: Sequence[float]) -> None:
+        """Judge a step by what ``proof`` found.
 
         Raises:
             CaptureError: what was captured is not the last block before the norm, of these tokens.
         """
-        if self._ids[-1] != self._n:
-            return
-        rows = spread_rows(tokens, states[-1].device)
-        stream, normed = states[-1][rows], state.hidden_states[rows]
-        error = norm_error(self.norm, stream, normed)
-        self._worst = error if self._worst is None else torch.fmax(self._worst, error)
-        if now:
-            self.proved()
-            same = float(difference(stream, normed)) if stream.shape == normed.shape else math.inf
-            if not isinstance(self.norm, torch.nn.Identity) and same <= tolerance(stream.dtype):
-                raise CaptureError(
-                    f"what was captured as layer {self._n} is the model's output after the final norm, expected is the "
-                    "last block before it; try engine.capture: hooks"
-                )
-
-    def proved(self) -> None:
-        """Judge all steps since the last call.
-
-        Raises:
-            CaptureError: as ``prove``.
-        """
-        worst, self._worst = self._worst, None
-        if worst is None:
-            return
-        error, limit = float(worst), tolerance(self._dtype)
+        error, same = figures
+        limit = tolerance(self._dtype)
         if error > limit:
             raise CaptureError(
                 f"the final norm of layer {self._n} differs from the model's own output by {error:.2g} (relative, at "
                 f"most {limit:g} expected): what was captured is not the last block before the norm, of these tokens"
+            )
+        if same <= limit:
+            raise CaptureError(
+                f"what was captured as layer {self._n} is the model's output after the final norm, expected is the "
+                "last block before it; try engine.capture: hooks"
             )
 
 

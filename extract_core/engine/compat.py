@@ -348,11 +348,14 @@ def refuse_extra(extra: dict[str, Any]) -> None:
         raise EngineIncompatibleError("engine.extra: " + "; ".join(problems))
 
 
-def make_request(core: EngineCore, request_id: str, token_ids: list[int], *, reads_cache: bool = False) -> Any:
+def make_request(
+    core: EngineCore, request_id: str, token_ids: list[int], *, reads_cache: bool = False, salt: str | None = None
+) -> Any:
     """A scheduler request for one prefill and one greedy token, made by the engine's own preprocessing.
 
     ``reads_cache``: what the prefix cache holds of it is not computed again, and its rows never come; the last position
-    is always computed.
+    is always computed. Only requests of one ``salt`` share blocks. May be called beside a step, from another
+    thread, as vLLM does.
 
     Going through ``preprocess_add_request`` attaches the engine's block hasher, so ``block_hashes`` is filled; a
     request without hashes would die inside the scheduler with an empty message, or silently never share a prefix.
@@ -376,7 +379,7 @@ def make_request(core: EngineCore, request_id: str, token_ids: list[int], *, rea
         "eos_token_id": None,
         "arrival_time": 0.0,
         "lora_request": None,
-        "cache_salt": None,
+        "cache_salt": salt,
         "data_parallel_rank": None,
     }
     known = set(EngineCoreRequest.__struct_fields__)

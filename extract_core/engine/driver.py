@@ -1,22 +1,28 @@
-"""Drives vLLM's EngineCore in this process: samples in, rows in a shard file out."""
+"""Drives vLLM's EngineCore in this process: samples in, rows in shard files out.
+
+Shards are not waited for: while the last samples of one are computed, the steps are filled with samples of the next,
+and files are written and closed beside the steps.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from extract_core import errors
 from extract_core.engine import compat
+from extract_core.engine.feed import ShardRun
 from extract_core.engine.protocol import EngineSpec, FinalNorm, JobSample, Progress, ShardDone, ShardJob
 from extract_core.errors import CaptureError, CoresampleError, EngineError
 from extract_core.planning.prefixes import MIN_SHARED
 
 _REPORT_EVERY_S = 0.25
 _ASK_S = 10.0
+POLL_S = 0.002
+"""Between two looks at files that are being written, while the engine has nothing else to do."""
 
 
 class EngineDriver:
@@ -36,6 +42,12 @@ class EngineDriver:
         self._vocab_size = model.get_vocab_size()
         self._max_tokens = model.max_model_len - 1  # one position is reserved for the output token
         self._ahead = self.core.vllm_config.scheduler_config.max_num_seqs * 2
+        self._chunk = self.core.vllm_config.scheduler_config.long_prefill_token_threshold
+        self._runs: list[ShardRun] = []
+        self._in_flight: dict[str, tuple[ShardRun, JobSample]] = {}
+        self._alone = False
+        self._steps = self._told_steps = 0
+        self._told_at = self._ended_at = 0.0
         self._rpc("capture_setup", spec.buffer_bytes, spec.writer_threads)
         self.info = compat.engine_info(self.core) | {"model_runner": self._rpc("capture_runner")[0]}
         norm = self._rpc("capture_norm")[0]
@@ -81,69 +93,150 @@ class EngineDriver:
             return f"token_id_out_of_range: ids span {ids.min()}..{ids.max()}, the model has 0..{self._vocab_size - 1}"
         return None
 
-    def extract(self, job: ShardJob, report: Callable[[Progress], None]) -> ShardDone:
-        """Fill ``job.path`` with the rows of every sample.
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return not self._runs and not self.core.scheduler.has_requests()
+
+    @property
+    def computing(self) -> bool:
+        """Whether the next ``turn`` has work for the model; otherwise files are being written."""
+        return any(run.left or run.in_flight for run in self._runs) or self.core.scheduler.has_requests()
+
+    def add(self, job: ShardJob) -> None:
+        """Take a job; its samples follow those of the jobs before it without a gap."""
+        try:
+            refused = {s.sample_id: why for s in job.samples if (why := self.refusal(s)) is not None}
+            accepted = [s for s in job.samples if s.sample_id not in refused]
+            run = ShardRun(self.core, job, refused, reads_cache=self._reads_cache(accepted))
+            self._rpc("capture_begin", job.attempt, job.path, job.rows, {rid: s.segments for rid, s in run.ids.items()})
+            self._runs.append(run)
+        except BaseException as error:
+            self._raise_worker_failure(error)
+            raise
+
+    def turn(self, report: Callable[[Progress], None]) -> list[ShardDone]:
+        """Feed the scheduler, run one step, end the shards whose rows are all in their files.
 
         Args:
-            job: the shard and its samples.
-            report: called with progress a few times a second, and before and after each solo sample.
+            report: called with progress a few times a second, and before samples enter.
 
         Raises:
             CaptureError: a row never came, or a sample ended otherwise than after one token.
         """
         try:
-            return self._extract(job, report)
+            self._feed()
+            self._tell(report)
+            if self._in_flight or self.core.scheduler.has_requests():
+                self._step()
+            return self._end(report)
         except BaseException as error:
             self._raise_worker_failure(error)
             raise
 
-    def _extract(self, job: ShardJob, report: Callable[[Progress], None]) -> ShardDone:
-        started = time.perf_counter()
-        refused = {s.sample_id: why for s in job.samples if (why := self.refusal(s)) is not None}
-        accepted = [s for s in job.samples if s.sample_id not in refused]
-        self.core.vllm_config.scheduler_config.long_prefill_token_threshold = job.chunk
-        self.core.reset_prefix_cache()  # a shard stands alone, whatever ran before
-        ids = {f"{job.attempt}-{n}": s for n, s in enumerate(accepted)}
-        self._rpc("capture_begin", job.path, job.rows, {rid: s.segments for rid, s in ids.items()})
-        reads = self._reads_cache(accepted)
-        run = _Run(self.core, report)
-        alone = set(job.solo)
-        for rid, sample in ids.items():
-            if sample.sample_id in alone:
-                run.feed([(rid, sample)], ahead=1, announce=True, reads_cache=reads)
-        together = ((rid, s) for rid, s in ids.items() if s.sample_id not in alone)
-        run.feed(together, ahead=self._ahead, reads_cache=reads)
-        run.drain()
-        again = self._uncovered(ids, job.rows) if reads else []
-        if again:
-            run.feed(again, ahead=self._ahead)
-            run.drain()
-        engine_s = time.perf_counter() - started
-        ended = next(result for result in self._rpc("capture_end") if result is not None)
-        if ended["missing"]:
-            names = [ids[rid].sample_id for rid in ended["missing"]]
+    def extract(self, job: ShardJob, report: Callable[[Progress], None]) -> ShardDone:
+        """Run one job to its end; see ``turn``."""
+        self.add(job)
+        while not (done := self.turn(report)):
+            if not self.computing:
+                time.sleep(POLL_S)
+        return done[0]
+
+    def _feed(self) -> None:
+        """Give the scheduler requests: as many as two full steps can hold, whichever shard they are of."""
+        while len(self._in_flight) < self._ahead and not self._alone:
+            run = next((run for run in self._runs if run.left), None)
+            if run is None:
+                return
+            apart = run.next_is_solo or run.job.chunk != self._chunk
+            if apart and self._in_flight:
+                return
+            if run.job.chunk != self._chunk:
+                self._chunk = self.core.vllm_config.scheduler_config.long_prefill_token_threshold = run.job.chunk
+            self._alone = run.next_is_solo
+            taken = run.take(wait=not self._in_flight)
+            if taken is None:
+                self._alone = False
+                return
+            rid, sample, request = taken
+            self._in_flight[rid] = run, sample
+            self.core.add_request(request)
+
+    def _step(self) -> None:
+        outputs, executed = compat.one_step(self.core)
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            run, sample = self._in_flight.pop(output.request_id)
+            if str(output.finish_reason) != "length" or len(output.new_token_ids) != 1:
+                raise CaptureError(
+                    f"sample {sample.sample_id} ended with {output.finish_reason} and {len(output.new_token_ids)} "
+                    "tokens, expected one token and its length limit"
+                )
+            run.came_back(output.request_id, sample, int(output.new_token_ids[0]))
+            self._alone = False
+        self._steps += executed
+
+    def _tell(self, report: Callable[[Progress], None], ended: ShardRun | None = None) -> None:
+        # A message means progress: an engine that spins without running the model must look hung.
+        now = time.monotonic()
+        due = now - self._told_at >= _REPORT_EVERY_S
+        for run in self._runs:
+            stepped = due and run is self._runs[0] and self._steps > self._told_steps
+            # A sample is announced before the step that it may not survive, however soon that is.
+            if run.entered or stepped or (run.finished and (due or run is ended)):
+                report(Progress(run.job.attempt, run.entered, run.finished, run.done_rows, self._steps))
+                run.entered, run.finished = [], []
+                self._told_at, self._told_steps = now, self._steps
+
+    def _end(self, report: Callable[[Progress], None]) -> list[ShardDone]:
+        ended = []
+        for run in list(self._runs):
+            if not run.left and not run.in_flight and run.again is None:
+                run.run_again(self._first("capture_missing", run.job.attempt))
+            if not run.computed:
+                continue
+            if run.ended_at is None:
+                run.ended_at = time.perf_counter()
+                began = max(run.fed_at or run.ended_at, self._ended_at)
+                run.engine_s, self._ended_at = run.ended_at - began, run.ended_at
+            result = self._first("capture_end", run.job.attempt, False)
+            if "waiting" not in result:
+                self._tell(report, run)
+                self._runs.remove(run)
+                ended.append(self._done(run, result))
+        return ended
+
+    def _done(self, run: ShardRun, result: dict[str, Any]) -> ShardDone:
+        job, accepted = run.job, run.accepted
+        if result["missing"]:
+            names = [run.ids[rid].sample_id for rid in result["missing"]]
             raise CaptureError(
                 f"{len(names)} of {len(accepted)} samples are missing rows after their prefill, first {names[0]}: "
                 "nothing of this shard is kept"
             )
         top1: dict[str, int] = {}
         if job.want_top1 and accepted:
-            lasts = [s.last_row for s in accepted]
-            tokens = next(result for result in self._rpc("capture_next_tokens", job.path, lasts) if result)
+            tokens = self._first("capture_next_tokens", job.path, [s.last_row for s in accepted])
             top1 = {s.sample_id: token for s, token in zip(accepted, tokens, strict=True)}
+        assert run.ended_at is not None
         return ShardDone(
             attempt=job.attempt,
-            greedy={ids[rid].sample_id: token for rid, token in run.tokens.items()},
+            greedy=run.greedy,
             top1=top1,
-            refused=refused,
+            refused=run.refused,
             counters={
-                **ended["counters"],
-                "engine_s": engine_s,
-                "total_s": time.perf_counter() - started,
+                **result["counters"],
+                "engine_s": run.engine_s,
+                "total_s": run.engine_s + time.perf_counter() - run.ended_at,
                 "tokens": float(sum(s.tokens for s in accepted)),
-                "samples_again": float(len(again)),
+                "samples_again": float(len(run.again or ())),
             },
         )
+
+    def _first(self, method: str, *args: Any) -> Any:
+        """The answer of the rank that has one."""
+        return next(found for found in self._rpc(method, *args) if found is not None)
 
     def _reads_cache(self, samples: list[JobSample]) -> bool:
         """Whether prefixes are taken from the cache: where samples share rows, so that nobody misses them.
@@ -153,94 +246,3 @@ class EngineDriver:
         nodes = {node for s in samples for node in s.segments}
         shared = sum(s.tokens for s in samples) > sum(rows for _, rows in nodes)
         return shared and self.spec.prefix_caching and compat.hash_block_size(self.core) % MIN_SHARED == 0
-
-    def _uncovered(self, ids: dict[str, JobSample], rows: int) -> list[tuple[str, JobSample]]:
-        """Samples to run again without the cache, since rows of theirs never came: as few as have them all.
-
-        The cache held their blocks, but who filled it did not have these rows as its own, or never came to its end.
-        """
-        missing = np.zeros(rows, dtype=bool)
-        for first, count in next(found for found in self._rpc("capture_missing") if found is not None):
-            missing[first : first + count] = True
-        chosen: list[tuple[str, JobSample]] = []
-        for rid, sample in ids.items():
-            if not missing.any():
-                break
-            if any(missing[first : first + count].any() for first, count in sample.segments):
-                chosen.append((rid, sample))
-                for first, count in sample.segments:
-                    missing[first : first + count] = False
-        return chosen
-
-
-class _Run:
-    """Keeps the scheduler fed and collects what leaves it."""
-
-    def __init__(self, core: Any, report: Callable[[Progress], None]):
-        self._core, self._report = core, report
-        self.tokens: dict[str, int] = {}
-        self._entered: list[str] = []
-        self._finished: list[str] = []
-        self._in_flight: dict[str, JobSample] = {}
-        self._done: set[tuple[int, int]] = set()
-        self._done_rows = 0
-        self._steps = self._reported_steps = 0
-        self._last_report = 0.0
-
-    def feed(
-        self,
-        samples: Iterable[tuple[str, JobSample]],
-        *,
-        ahead: int,
-        announce: bool = False,
-        reads_cache: bool = False,
-    ) -> None:
-        """Run ``samples`` to their end with at most ``ahead`` of them given to the scheduler at a time."""
-        waiting = deque(samples)
-        while waiting or self._in_flight:
-            while waiting and len(self._in_flight) < ahead:
-                rid, sample = waiting.popleft()
-                ids = np.frombuffer(sample.token_ids, dtype="<i4").tolist()
-                request = compat.make_request(self._core, rid, ids, reads_cache=reads_cache)
-                self._in_flight[rid] = sample
-                self._entered.append(sample.sample_id)
-                self._core.add_request(request)
-            self._send(force=announce)
-            self._step()
-        self._send(force=True)
-
-    def drain(self) -> None:
-        """The empty steps after the last finish, in which the engine forgets finished requests."""
-        while self._core.scheduler.has_requests():
-            self._step()
-
-    def _step(self) -> None:
-        outputs, executed = compat.one_step(self._core)
-        for output in outputs:
-            if output.finish_reason is None:
-                continue
-            sample = self._in_flight.pop(output.request_id)
-            if str(output.finish_reason) != "length" or len(output.new_token_ids) != 1:
-                raise CaptureError(
-                    f"sample {sample.sample_id} ended with {output.finish_reason} and {len(output.new_token_ids)} "
-                    "tokens, expected one token and its length limit"
-                )
-            self.tokens[output.request_id] = int(output.new_token_ids[0])
-            self._finished.append(sample.sample_id)
-            for node in sample.segments:
-                if node not in self._done:
-                    self._done.add(node)
-                    self._done_rows += node[1]
-        self._steps += executed
-
-    def _send(self, *, force: bool = False) -> None:
-        # A message means progress: an engine that spins without running the model must look hung.
-        if not (self._entered or self._finished or self._steps > self._reported_steps):
-            return
-        now = time.monotonic()
-        # A sample is announced before the step that it may not survive, however soon that is.
-        if not (force or self._entered) and now - self._last_report < _REPORT_EVERY_S:
-            return
-        self._reported_steps = self._steps
-        self._report(Progress(self._entered, self._finished, self._done_rows, self._steps))
-        self._entered, self._finished, self._last_report = [], [], now

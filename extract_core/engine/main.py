@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from extract_core.engine.guard import die_with_parent
 from extract_core.engine.logs import chained, root_cause
@@ -27,12 +28,37 @@ from extract_core.engine.protocol import (
 )
 from extract_core.errors import CaptureError, CoresampleError, EngineError
 
+if TYPE_CHECKING:
+    from extract_core.engine.driver import EngineDriver
+
 
 def prepare_process() -> None:
     """What every Python process of the engine does first: die with its parent, print its stacks when asked."""
     die_with_parent()
     faulthandler.enable()  # a crash in native code leaves the Python stack in the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the host before it kills a hung engine
+
+
+def serve(host: Connection, driver: EngineDriver) -> None:
+    """Take jobs as they come and answer each when its rows are in its file, until told to end.
+
+    Raises:
+        EOFError: the host is gone.
+    """
+    from extract_core.engine.driver import POLL_S
+
+    while True:
+        patience = None if driver.idle else 0.0 if driver.computing else POLL_S
+        while host.poll(patience):
+            request = receive_request(host)
+            if isinstance(request, Shutdown):
+                return
+            if not isinstance(request, ShardJob):
+                raise TypeError(f"expected a ShardJob, got {type(request).__name__}")
+            driver.add(request)
+            patience = 0.0
+        for done in driver.turn(lambda progress: send(host, progress)):
+            send(host, done)
 
 
 def main(fd: int) -> int:
@@ -50,10 +76,7 @@ def main(fd: int) -> int:
         send(host, Starting("loading the model"))
         driver = EngineDriver(spec)
         send(host, Ready(driver.info, driver.final_norm))
-        while not isinstance(request := receive_request(host), Shutdown):
-            if not isinstance(request, ShardJob):
-                raise TypeError(f"expected a ShardJob, got {type(request).__name__}")
-            send(host, driver.extract(request, lambda progress: send(host, progress)))
+        serve(host, driver)
     except EOFError:
         return 0  # the host is gone; the guard ends the group
     except BaseException as error:  # noqa: BLE001 - sent whole to the host, which raises it

@@ -94,6 +94,7 @@ class EngineProcess:
         self._connection: Connection | None = None
         self._stage = "starting"
         self.in_flight: set[str] = set()
+        self._given: dict[str, ShardDone | None] = {}
 
     @property
     def pid(self) -> int | None:
@@ -146,8 +147,19 @@ class EngineProcess:
         self.info, self.final_norm, self._stage = event.info, event.final_norm, "ready"
         return event.info
 
-    def extract(self, job: ShardJob, on_progress: Callable[[Progress], None] = lambda progress: None) -> ShardDone:
+    def extract(
+        self,
+        job: ShardJob,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        following: Callable[[], ShardJob | None] = lambda: None,
+    ) -> ShardDone:
         """Run one shard to its end.
+
+        Args:
+            job: the shard; it may have been given before, as what ``following`` gave.
+            on_progress: told of this shard's progress.
+            following: asked after each message until it gives the shard to go on with, so that the engine does not wait
+                between the two.
 
         Raises:
             EngineCrashedError: the process died or reported a failure; ``in_flight`` names the samples it held.
@@ -156,26 +168,45 @@ class EngineProcess:
         """
         if self._connection is None or self._process is None:
             raise EngineError("the engine was not started")
-        self.in_flight = set()
         self._stage = f"running {len(job.samples)} samples, {job.rows} tokens"
         try:
-            try:
-                send(self._connection, job)
-            except OSError as error:
-                raise self._ended(EngineCrashedError) from error
+            self._give(job)
+            ahead = None
             patience = activity.Patience(self._process.pid, self._step_timeout_s, activity=False)
-            while not isinstance(event := self._next(patience, EngineCrashedError), ShardDone):
+            while self._given[job.attempt] is None:
+                if ahead is None and (ahead := following()) is not None:
+                    self._give(ahead)
+                event = self._next(patience, EngineCrashedError)
                 if isinstance(event, Progress):
                     self.in_flight.update(event.entered)
                     self.in_flight.difference_update(event.finished)
-                    on_progress(event)
-            if event.attempt != job.attempt:
-                raise EngineError(f"the engine answered attempt {event.attempt}, asked was {job.attempt}")
+                    if event.attempt == job.attempt:
+                        on_progress(event)
+                elif isinstance(event, ShardDone):
+                    if event.attempt not in self._given:
+                        raise EngineError(f"the engine answered attempt {event.attempt}, which it was not asked for")
+                    self._given[event.attempt] = event
         except BaseException:
             self.kill()  # whoever left in mid-shard must not find its answer in place of the next one's
             raise
-        self.in_flight, self._stage = set(), "ready"
-        return event
+        done = self._given.pop(job.attempt)
+        assert done is not None
+        self._stage = "ready"
+        return done
+
+    def holds(self, job: ShardJob) -> bool:
+        """Whether the engine was given this job, and its result has not been taken."""
+        return job.attempt in self._given
+
+    def _give(self, job: ShardJob) -> None:
+        if self.holds(job):
+            return
+        assert self._connection is not None
+        try:
+            send(self._connection, job)
+        except OSError as error:
+            raise self._ended(EngineCrashedError) from error
+        self._given[job.attempt] = None
 
     def close(self) -> None:
         """Ask the engine to end, then make sure that its whole group has."""
@@ -194,6 +225,7 @@ class EngineProcess:
         """Kill the whole process group now; returns when all of it is gone, so that its memory is free."""
         process, self._process = self._process, None
         connection, self._connection = self._connection, None
+        self._given.clear()
         if connection is not None:
             connection.close()
         if process is None:

@@ -16,6 +16,9 @@ import numpy as np
 from extract_core.errors import EngineError
 from extract_core.planning.prefixes import lay_out
 
+AGAIN = "+"
+"""End of the id of a request that runs a second time in its shard."""
+
 
 class EngineSpec(msgspec.Struct, frozen=True, tag=True):
     """How to build the engine.
@@ -91,7 +94,9 @@ class ShardJob(msgspec.Struct, frozen=True, tag=True):
 
     ``solo`` names samples to run alone and first, because an earlier engine died with them in flight. ``chunk`` cuts
     prefills into chunks of at most that many tokens (0: only where a step is full), for the self-test; vLLM ignores it
-    for a request that is alone.
+    for a request that is alone. ``shard`` is its name for people.
+
+    The engine takes the next job while one runs: its samples fill the steps that the first one's leave room in.
     """
 
     attempt: str
@@ -101,6 +106,7 @@ class ShardJob(msgspec.Struct, frozen=True, tag=True):
     solo: list[str] = []
     want_top1: bool = True
     chunk: int = 0
+    shard: str = ""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -139,10 +145,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """After a step: samples that entered and left the engine since the last message; ``tokens`` is how many rows of
-    the shard the samples have that have left it so far.
+    """After a step: samples of a job that entered and left the engine since its last message; ``tokens`` is how many
+    rows of the shard the samples have that have left it so far.
     """
 
+    attempt: str
     entered: list[str]
     finished: list[str]
     tokens: int

@@ -1,7 +1,10 @@
-"""Rows on their way from a step to the shard file: a fixed pool of host buffers and the threads that empty it.
+"""Rows on their way from a step to the shard files: a fixed pool of host buffers and the threads that empty it.
 
 The pool is the only memory between engine and disk, whatever the size of a step: a step is cut to the size of the
 pool's slots. When every slot is in use, ``take`` waits: that is the back-pressure, and the time is counted as stall.
+
+Nothing here waits for the device but the writer threads: a step can hold rows of a shard that ends and of the next one,
+and the engine's thread goes on while both are written.
 """
 
 from __future__ import annotations
@@ -9,24 +12,96 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from extract_core.engine.places import Span
+from extract_core.engine.places import Flags, Span
 from extract_core.errors import CaptureError, CoresampleError
 from extract_core.store.writer import ShardWriter
 
 _SLOTS = 8
 """Least number of slots: while some are written, others are filled."""
+PROOFS = 2
+"""Figures that a step carries for ``judge``."""
+
+
+class OpenShard:
+    """A shard whose rows are coming.
+
+    Args:
+        writer: of its file; may still be reserving its space.
+        rows: number of rows.
+    """
+
+    def __init__(self, writer: Future[ShardWriter], rows: int):
+        self.writer = writer
+        self.taken: Flags = np.zeros(rows, dtype=bool)
+        """Rows that the engine has given; they are written by the time that ``idle`` is set."""
+        self.counters: dict[str, float] = {
+            "stall_s": 0.0,
+            "take_s": 0.0,
+            "write_s": 0.0,
+            "rows": 0,
+            "rows_again": 0,
+            "computed": 0,
+            "steps": 0,
+        }
+        self._pending = 0
+        self._lock = threading.Lock()
+        self.idle = threading.Event()
+        self.idle.set()
+
+    def claim(self, spans: Sequence[Span]) -> list[Span]:
+        """The parts of spans whose rows nobody has taken; they are taken now."""
+        mine: list[Span] = []
+        for span in spans:
+            taken = self.taken[span.target : span.target + span.rows]
+            found = int(np.count_nonzero(taken))
+            self.counters["computed"] += span.rows
+            self.counters["rows_again"] += found
+            if found:
+                edges = np.flatnonzero(np.diff(np.concatenate(([True], taken, [True]))))
+                mine += [Span(span.source + a, span.target + a, b - a) for a, b in edges.reshape(-1, 2).tolist()]
+            else:
+                mine.append(span)
+            taken[:] = True
+        return mine
+
+    def begin_write(self) -> None:
+        """A piece of a step is on its way."""
+        with self._lock:
+            self._pending += 1
+            self.idle.clear()
+
+    def end_write(self, rows: int, seconds: float) -> None:
+        """It is written, or given up."""
+        with self._lock:
+            self.counters["rows"] += rows
+            self.counters["write_s"] += seconds
+            self._pending -= 1
+            if not self._pending:
+                self.idle.set()
 
 
 @dataclass(slots=True)
 class _Slot:
     states: torch.Tensor  # [slot_rows, L, H]
     token_ids: torch.Tensor  # int32 [slot_rows]
+    proof: torch.Tensor  # float32 [PROOFS]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A filled slot, where its rows go, and the event after which they are there."""
+
+    slot: _Slot
+    places: list[tuple[OpenShard, list[Span]]]
+    event: torch.cuda.Event | None
+    judged: bool
 
 
 class RowSink:
@@ -41,6 +116,7 @@ class RowSink:
             which is then pinned; None on the CPU.
         pool_bytes: bound of the pool's rows; it holds at least one row a slot.
         threads: writer threads.
+        judge: called by a writer thread with the figures of each step that has some; raises where they are wrong.
     """
 
     def __init__(
@@ -53,6 +129,7 @@ class RowSink:
         staging: torch.Tensor | None,
         pool_bytes: int,
         threads: int,
+        judge: Callable[[Sequence[float]], None] = lambda figures: None,
     ):
         row_bytes = layers * hidden_size * dtype.itemsize
         self.slot_rows = max(1, min(max_tokens, pool_bytes // _SLOTS // row_bytes))
@@ -64,38 +141,30 @@ class RowSink:
                 _Slot(
                     torch.empty((self.slot_rows, layers, hidden_size), dtype=dtype, pin_memory=pinned),
                     torch.empty(self.slot_rows, dtype=torch.int32, pin_memory=pinned),
+                    torch.empty(PROOFS, dtype=torch.float32, pin_memory=pinned),
                 )
             )
         self._staging = staging
         self._staged_ids: torch.Tensor | None = None
+        self._staged_proof: torch.Tensor | None = None
         self._side: torch.cuda.Stream | None = None
         if staging is not None:
             self._side = torch.cuda.Stream(staging.device)
             self._staged_ids = torch.empty(max_tokens, dtype=torch.int32, device=staging.device)
-        self._work: queue.Queue[tuple[_Slot, list[Span], Any]] = queue.Queue()
-        self._shard: ShardWriter | None = None
-        self._covered = np.zeros(0, dtype=bool)
+            self._staged_proof = torch.empty(PROOFS, dtype=torch.float32, device=staging.device)
+        self._work: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
+        self._judge = judge
         self._failure: BaseException | None = None
-        self._lock = threading.Lock()
-        self.counters: dict[str, float] = {}
         for index in range(threads):
             threading.Thread(target=self._run, name=f"row-writer-{index}", daemon=True).start()
 
-    def open(self, shard: ShardWriter, rows: int) -> None:
-        """Start a shard; every row must be written exactly where ``Span.target`` says."""
-        self._shard, self._failure = shard, None
-        self._covered = np.zeros(rows, dtype=bool)
-        self.counters = {
-            "stall_s": 0.0,
-            "take_s": 0.0,
-            "write_s": 0.0,
-            "rows": 0,
-            "rows_again": 0,
-            "computed": 0,
-            "steps": 0,
-        }
-
-    def take(self, states: list[torch.Tensor], token_ids: torch.Tensor, spans: list[Span]) -> None:
+    def take(
+        self,
+        states: list[torch.Tensor],
+        token_ids: torch.Tensor,
+        places: Sequence[tuple[OpenShard, list[Span]]],
+        proof: torch.Tensor | None = None,
+    ) -> None:
         """Copy a step's rows out of the engine's buffers, which the next step overwrites, and queue them.
 
         Rows that have their place filled already (of a prefix that another sample shares, or computed again after a
@@ -104,52 +173,49 @@ class RowSink:
         Args:
             states: L tensors [>= total, H], on the compute stream.
             token_ids: int32 [total] that the forward read.
-            spans: where the rows go, ascending by source.
+            places: for each shard in the step where its rows go, ascending by source.
+            proof: float32 [PROOFS] for ``judge``, on the compute stream.
+
+        Raises:
+            CoresampleError: what a writer thread failed with, in any shard; nothing goes on after it.
         """
-        self._raise_failure()
-        started, stalled = time.perf_counter(), self.counters["stall_s"]
-        self.counters["steps"] += 1
-        spans = self._claim(spans)
-        if not spans:
+        self.raise_failure()
+        started, stalled = time.perf_counter(), 0.0
+        mine = []
+        for shard, spans in places:
+            shard.counters["steps"] += 1
+            mine.append((shard, shard.claim(spans)))
+        mine = [(shard, spans) for shard, spans in mine if spans]
+        if not mine:
             return
         total = token_ids.shape[0]
         if self._side is not None:
-            self._stage(states, token_ids, total)
+            self._stage(states, token_ids, total, proof)
         for first in range(0, total, self.slot_rows):
             rows = min(self.slot_rows, total - first)
-            inside = _cut(spans, first, rows)
+            inside = [(shard, cut) for shard, spans in mine if (cut := _cut(spans, first, rows))]
             if not inside:
                 continue
-            slot = self._slot()
-            self._work.put((slot, inside, self._fill(slot, states, token_ids, first, rows)))
-        self.counters["take_s"] += time.perf_counter() - started - (self.counters["stall_s"] - stalled)
+            slot, waited = self._slot()
+            stalled += waited
+            for shard, _ in inside:
+                shard.begin_write()
+            event = self._fill(slot, states, token_ids, first, rows, proof)
+            self._work.put(_Piece(slot, inside, event, proof is not None))
+        counters = mine[0][0].counters  # of a step that two shards share, the first one's
+        counters["stall_s"] += stalled
+        counters["take_s"] += time.perf_counter() - started - stalled
 
-    def _claim(self, spans: list[Span]) -> list[Span]:
-        """The parts of spans whose rows nobody has taken; they are taken now."""
-        mine: list[Span] = []
-        for span in spans:
-            taken = self._covered[span.target : span.target + span.rows]
-            found = int(np.count_nonzero(taken))
-            self.counters["computed"] += span.rows
-            self.counters["rows_again"] += found
-            if found:
-                edges = np.flatnonzero(np.diff(np.concatenate(([True], taken, [True]))))
-                mine += [Span(span.source + a, span.target + a, b - a) for a, b in edges.reshape(-1, 2).tolist()]
-            else:
-                mine.append(span)
-            taken[:] = True
-        return mine
-
-    def _slot(self) -> _Slot:
+    def _slot(self) -> tuple[_Slot, float]:
         try:
-            return self._free.get_nowait()
+            return self._free.get_nowait(), 0.0
         except queue.Empty:
             waited = time.perf_counter()
-            slot = self._free.get()
-            self.counters["stall_s"] += time.perf_counter() - waited
-            return slot
+            return self._free.get(), time.perf_counter() - waited
 
-    def _stage(self, states: list[torch.Tensor], token_ids: torch.Tensor, total: int) -> None:
+    def _stage(
+        self, states: list[torch.Tensor], token_ids: torch.Tensor, total: int, proof: torch.Tensor | None
+    ) -> None:
         assert self._staging is not None and self._staged_ids is not None and self._side is not None
         compute = torch.cuda.current_stream()
         compute.wait_stream(self._side)  # the copies of the step before read the same buffer
@@ -157,74 +223,75 @@ class RowSink:
         for layer, rows in enumerate(states):
             self._staging[:total, layer].copy_(rows[:total])
         self._staged_ids[:total].copy_(token_ids)
+        if proof is not None:
+            assert self._staged_proof is not None
+            self._staged_proof.copy_(proof)
         self._side.wait_stream(compute)
 
     def _fill(
-        self, slot: _Slot, states: list[torch.Tensor], token_ids: torch.Tensor, first: int, rows: int
+        self,
+        slot: _Slot,
+        states: list[torch.Tensor],
+        token_ids: torch.Tensor,
+        first: int,
+        rows: int,
+        proof: torch.Tensor | None,
     ) -> torch.cuda.Event | None:
         if self._side is None:
             for layer, source in enumerate(states):
                 slot.states[:rows, layer].copy_(source[first : first + rows])
             slot.token_ids[:rows].copy_(token_ids[first : first + rows])
+            if proof is not None:
+                slot.proof.copy_(proof)
             return None
-        assert self._staging is not None and self._staged_ids is not None
+        assert self._staging is not None and self._staged_ids is not None and self._staged_proof is not None
         with torch.cuda.stream(self._side):
             slot.states[:rows].copy_(self._staging[first : first + rows], non_blocking=True)
             slot.token_ids[:rows].copy_(self._staged_ids[first : first + rows], non_blocking=True)
+            slot.proof.copy_(self._staged_proof, non_blocking=True)
             return self._side.record_event()
-
-    def covered(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Wait until everything queued is written; returns which rows of the shard were (bool [rows]).
-
-        Raises:
-            CaptureError: a writer thread failed; carries its traceback.
-        """
-        self._work.join()
-        self._raise_failure()
-        return self._covered
-
-    def close(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """End the shard; the same as ``covered``."""
-        covered = self.covered()
-        self._shard = None
-        return covered
 
     def _run(self) -> None:
         while True:
-            slot, spans, event = self._work.get()
+            piece = self._work.get()
+            left = {id(shard): shard for shard, _ in piece.places}
             try:
                 if self._failure is None:
-                    self._write(slot, spans, event)
-            except BaseException as error:  # noqa: BLE001 - recorded; the next take or close raises it
-                self._failure = error
+                    if piece.event is not None:
+                        piece.event.synchronize()
+                    if piece.judged:
+                        self._judge(piece.slot.proof.tolist())
+                    for shard, spans in piece.places:
+                        began = time.perf_counter()
+                        rows = _write(shard.writer.result(), piece.slot, spans)
+                        left.pop(id(shard)).end_write(rows, time.perf_counter() - began)
+            except BaseException as error:  # noqa: BLE001 - recorded; the next take or the shard's end raises it
+                self._failure = self._failure or error
             finally:
-                self._free.put(slot)
-                self._work.task_done()
+                self._free.put(piece.slot)
+                for shard in left.values():
+                    shard.end_write(0, 0.0)
 
-    def _write(self, slot: _Slot, spans: list[Span], event: Any) -> None:
-        if event is not None:
-            event.synchronize()
-        started = time.perf_counter()
-        shard = self._shard
-        if shard is None:
-            raise CaptureError("rows arrived after their shard was closed")
-        states = memoryview(slot.states.view(torch.uint8).numpy().reshape(-1))
-        ids = slot.token_ids.numpy()
-        width = shard.row_bytes
-        rows = 0
-        for span in spans:
-            shard.write_rows(span.target, states[span.source * width : (span.source + span.rows) * width])
-            shard.write_token_ids(span.target, ids[span.source : span.source + span.rows])
-            rows += span.rows
-        with self._lock:
-            self.counters["rows"] += rows
-            self.counters["write_s"] += time.perf_counter() - started
+    def raise_failure(self) -> None:
+        """Raise what a writer thread failed with.
 
-    def _raise_failure(self) -> None:
+        Raises:
+            CoresampleError: as it was; anything else as a CaptureError.
+        """
         if isinstance(self._failure, CoresampleError):
             raise self._failure  # a full disk is a full disk, wherever it shows
         if self._failure is not None:
             raise CaptureError(f"writing rows failed: {self._failure!r}") from self._failure
+
+
+def _write(writer: ShardWriter, slot: _Slot, spans: list[Span]) -> int:
+    states = memoryview(slot.states.view(torch.uint8).numpy().reshape(-1))
+    ids = slot.token_ids.numpy()
+    width = writer.row_bytes
+    for span in spans:
+        writer.write_rows(span.target, states[span.source * width : (span.source + span.rows) * width])
+        writer.write_token_ids(span.target, ids[span.source : span.source + span.rows])
+    return sum(span.rows for span in spans)
 
 
 def _cut(spans: list[Span], first: int, rows: int) -> list[Span]:

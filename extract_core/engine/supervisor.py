@@ -47,6 +47,8 @@ class EngineSupervisor:
         """What each start that succeeded took."""
         self.kills: Counter[str] = Counter()
         self.preflight: dict[str, Any] = {}
+        self.following: ShardJob | None = None
+        """What the engine was given in advance."""
         self.blamed = 0
         """Samples left out because they killed the engine."""
 
@@ -101,8 +103,13 @@ class EngineSupervisor:
         self.start_seconds.append(time.monotonic() - began)
         return self._engine
 
-    def extract(self, job: ShardJob, on_progress: Callable[[Progress], None]) -> ShardDone:
-        """Run a shard once.
+    def extract(
+        self,
+        job: ShardJob,
+        on_progress: Callable[[Progress], None],
+        following: Callable[[], ShardJob | None] = lambda: None,
+    ) -> ShardDone:
+        """Run a shard once; see ``EngineProcess.extract``.
 
         Raises:
             EngineCrashedError: every sample in flight is counted once in ``kills``; the next call starts a new engine.
@@ -114,12 +121,35 @@ class EngineSupervisor:
                 self.kills.pop(sample, None)  # it came through: whatever killed the engine was another
             on_progress(progress)
 
+        def follow() -> ShardJob | None:
+            self.following = following()
+            return self.following
+
+        if self.following is not None and self.following.attempt == job.attempt:
+            self.following = None
         try:
-            done = engine.extract(job, progressed)
+            done = engine.extract(job, progressed, follow)
         except EngineCrashedError:
             self.kills.update(engine.in_flight)
+            self._forget()
+            raise
+        except BaseException:
+            self._forget()
             raise
         return done
+
+    def begun(self, shard: str) -> ShardJob | None:
+        """The job of this shard that the engine has been given in advance, if it has and is alive."""
+        given = self.following
+        if given is None or given.shard != shard or self._engine is None or self._engine.pid is None:
+            return None
+        return given if self._engine.holds(given) else None
+
+    def _forget(self) -> None:
+        """The engine is dead, and with it what it was given in advance."""
+        if self.following is not None:
+            Path(self.following.path).unlink(missing_ok=True)
+            self.following = None
 
     def suspects(self) -> list[str]:
         """Samples that were in flight when an engine died."""

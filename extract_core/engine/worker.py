@@ -7,7 +7,10 @@ or a CUDA graph. Warm-up passes through it too (runner V2), but no shard is open
 from __future__ import annotations
 
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,8 @@ from extract_core.engine.capture import LayerCapture
 from extract_core.engine.logs import root_cause
 from extract_core.engine.norm import describe_norm, next_tokens
 from extract_core.engine.places import Place, Span, runs_of
-from extract_core.engine.sink import RowSink
+from extract_core.engine.protocol import AGAIN
+from extract_core.engine.sink import OpenShard, RowSink
 from extract_core.errors import CaptureError, CoresampleError, EngineIncompatibleError
 from extract_core.store.unsealed import UnsealedShard
 from extract_core.store.writer import ShardWriter
@@ -44,15 +48,16 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CaptureMixin:
-    """Adds capture to a vLLM worker; only tensor-parallel rank 0 writes."""
+    """Adds capture to a vLLM worker; only tensor-parallel rank 0 writes.
+
+    Several shards can be open at once; a request belongs to one of them, and a step may hold requests of two.
+    """
 
     model_runner: Any
     vllm_config: Any
     _sink: RowSink | None = None
-    _places: dict[str, Place]
-    _open = False
-    _proved = False
     _failure: BaseException | None = None
+    _side: torch.cuda.Stream | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then switch on the layers, before vLLM's profiling run compiles the forward."""
@@ -73,11 +78,16 @@ class CaptureMixin:
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         shape = (tokens, len(self._layer_ids), self._hidden_size)
         self._device = self.model_runner.device  # the worker's own is None in some CPU releases
+        self._shards: dict[str, OpenShard] = {}
+        self._places: dict[str, Place] = {}
+        self._owners: dict[str, OpenShard] = {}
         staged = self._writes and self._device.type == "cuda"
         self._staging = torch.empty(shape, dtype=self._store_dtype, device=self._device) if staged else None
 
     def capture_setup(self, pool_bytes: int, threads: int) -> None:
         """Make the writer: its pool of host buffers and its threads."""
+        alone = self.vllm_config.parallel_config.world_size == 1
+        self._side = torch.cuda.Stream(self._device) if alone and self._device.type == "cuda" else None
         if self._writes:
             self._sink = RowSink(
                 max_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
@@ -87,29 +97,41 @@ class CaptureMixin:
                 staging=self._staging,
                 pool_bytes=pool_bytes,
                 threads=threads,
+                judge=self._capture.judge,
             )
+            self._opening = ThreadPoolExecutor(1, "shard-opener")
 
     @_recorded
-    def capture_begin(self, path: str, rows: int, places: dict[str, list[tuple[int, int]]]) -> None:
-        """Start a shard file. ``places`` maps request id to its segments (first row, rows)."""
-        self._places = {rid: Place(segments) for rid, segments in places.items()}
-        self._open, self._proved, self._failure = True, False, None
+    def capture_begin(self, shard: str, path: str, rows: int, places: dict[str, list[tuple[int, int]]]) -> None:
+        """Start a shard file, whose space is reserved meanwhile.
+
+        Args:
+            shard: name of the shard for the other calls.
+            path: of the file.
+            rows: of the shard.
+            places: request id to its segments (first row, rows).
+        """
+        if not self._shards:
+            self._failure = None
         if self._sink is None:
             return
-        self._writer = ShardWriter(
+        writer = self._opening.submit(
+            ShardWriter,
             Path(path),
             rows=rows,
             layer_ids=self._layer_ids,
             hidden_size=self._hidden_size,
             dtype=str(self._store_dtype).removeprefix("torch."),
         )
-        self._sink.open(self._writer, rows)
+        opened = self._shards[shard] = OpenShard(writer, rows)
+        self._places.update((rid, Place(segments)) for rid, segments in places.items())
+        self._owners.update(dict.fromkeys(places, opened))
 
     @_recorded  # with async scheduling a failure here is only logged
     @torch.inference_mode()  # the states are inference tensors: outside it they cannot be copied from in place
     def execute_model(self, scheduler_output: Any) -> Any:
         """One forward; its rows are taken before the step's state is consumed by ``sample_tokens``."""
-        counts = self._open and self._sink is not None and scheduler_output.total_num_scheduled_tokens > 0
+        counts = bool(self._shards) and scheduler_output.total_num_scheduled_tokens > 0
         if not counts:
             return self._forward(scheduler_output)
         self._capture.begin()
@@ -137,23 +159,27 @@ class CaptureMixin:
         total = scheduler_output.total_num_scheduled_tokens
         states = self._capture.states(state, total)
         firsts = compat.first_positions(scheduler_output)
-        spans: list[Span] = []
+        places: dict[OpenShard, list[Span]] = defaultdict(list)
         source = 0
         for request_id in compat.batch_order(self.model_runner, state):
             count = scheduler_output.num_scheduled_tokens.get(request_id, 0)
             if not count:
                 continue
-            spans += self._places[request_id].spans(source, firsts[request_id], count)
+            known = request_id.removesuffix(AGAIN)
+            places[self._owners[known]] += self._places[known].spans(source, firsts[request_id], count)
             source += count
         if source != total:
             raise CaptureError(
                 f"a step of {total} tokens was accounted for {source}: the batch order is not understood"
             )
-        # The first step of a shard is judged at once, which waits for the device; the others when the shard ends.
-        self._capture.prove(states, state, total, now=not self._proved)
-        self._proved = True
+        first = any(not shard.counters["steps"] for shard in places)
         assert self._sink is not None
-        self._sink.take(states, compat.step_input_ids(self.model_runner, state, total), spans)
+        self._sink.take(
+            states,
+            compat.step_input_ids(self.model_runner, state, total),
+            list(places.items()),
+            self._capture.proof(states, state, total, first=first),
+        )
 
     def capture_failure(self) -> dict[str, str] | None:
         """The exception that ended the shard in this worker: its kind if it is one of ours, message and traceback."""
@@ -168,36 +194,59 @@ class CaptureMixin:
         }
 
     @_recorded
-    def capture_missing(self) -> list[tuple[int, int]] | None:
-        """Rows (first, number) of the requests that were not computed: the prefix cache served them, and who filled it
-        did not have them as its own.
+    def capture_missing(self, shard: str) -> list[tuple[int, int]] | None:
+        """Rows (first, number) of the shard's requests that were not computed: the prefix cache served them, and who
+        filled it did not have them as its own.
         """
         if self._sink is None:
             return None
-        wanted = np.zeros(self._writer.rows, dtype=bool)
-        for place in self._places.values():
+        opened = self._shards[shard]
+        wanted = np.zeros(len(opened.taken), dtype=bool)
+        for place in self._of(opened).values():
             place.mark(wanted)
-        return runs_of(wanted & ~self._sink.covered())
+        return runs_of(wanted & ~opened.taken)
 
     @_recorded
-    def capture_end(self) -> dict[str, Any] | None:
-        """Wait for the writer and close the file; returns counters and the requests whose rows did not all come."""
-        self._open = False
+    def capture_end(self, shard: str, wait: bool) -> dict[str, Any] | None:
+        """Close the shard's file when all its rows are written.
+
+        Args:
+            shard: all of its requests have been computed.
+            wait: for the writer; else ``{"waiting": True}`` comes back while it writes.
+
+        Returns:
+            counters and the requests whose rows did not all come (``missing``); None from a rank that writes nothing.
+        """
         if self._sink is None:
             return None
-        covered = self._sink.close()
-        self._writer.close()
-        self._capture.proved()
-        missing = [rid for rid, place in self._places.items() if not place.filled(covered)]
-        return {"missing": missing, "counters": self._sink.counters}
+        opened = self._shards[shard]
+        if not wait and not (opened.idle.is_set() and opened.writer.done()):
+            self._sink.raise_failure()
+            return {"waiting": True}
+        writer = opened.writer.result()
+        opened.idle.wait()
+        self._sink.raise_failure()
+        writer.close()
+        del self._shards[shard]
+        places = self._of(opened)
+        for rid in places:
+            del self._places[rid], self._owners[rid]
+        missing = [rid for rid, place in places.items() if not place.filled(opened.taken)]
+        return {"missing": missing, "counters": opened.counters}
+
+    def _of(self, shard: OpenShard) -> dict[str, Place]:
+        return {rid: place for rid, place in self._places.items() if self._owners[rid] is shard}
 
     @_recorded
+    @torch.inference_mode()
     def capture_next_tokens(self, path: str, rows: list[int]) -> list[int]:
         """``argmax(lm_head(norm(h_n)))`` of stored rows, read back from the shard file; h_n is the last layer id."""
         with UnsealedShard(Path(path)) as shard:
             stored = shard.last_layer(rows)
-        stored = stored.to(self._device, self.vllm_config.model_config.dtype)
-        return next_tokens(self._capture.model, self._capture.norm, stored)
+        # On a stream of its own the step under way is not waited for; ranks have to keep to one order, though.
+        with torch.cuda.stream(self._side) if self._side is not None else nullcontext():
+            stored = stored.to(self._device, self.vllm_config.model_config.dtype)
+            return next_tokens(self._capture.model, self._capture.norm, stored)
 
     def capture_norm(self) -> dict[str, Any]:
         """The final norm as plain data, or ``{"unknown": reason}``."""

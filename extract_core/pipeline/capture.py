@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -50,6 +50,8 @@ class Captured:
     """Set when the rows are checked and the file is sealed: a commit that is tried again goes on from there."""
     xxh3_128: str = ""
     """Of the sealed file."""
+    committed: bool = False
+    """Its commit record stands, and the spool file is gone."""
     stored: bool = False
     """The sealed file is in the store and durable."""
     task: ShardTask | None = None
@@ -84,6 +86,7 @@ def capture_shard(
     folder: RunFolder,
     task: ShardTask,
     on_tokens: Callable[[int], None] = lambda tokens: None,
+    following: Callable[[], ShardTask | None] = lambda: None,
 ) -> Captured:
     """Run the samples of one shard through the engine, leaving out those that kill it.
 
@@ -97,6 +100,7 @@ def capture_shard(
         folder: this run's part of the spool.
         task: which samples.
         on_tokens: called with the tokens of this shard computed so far.
+        following: asked until it gives the shard to go on with, which the engine gets so that its steps stay full.
 
     Raises:
         EngineCrashedError: the engine died and no sample could be blamed (trying again may help), or so many were to
@@ -106,32 +110,32 @@ def capture_shard(
     """
     shard, table = task.shard, task.table(job)
     known = set(task.known_killers)
-    samples = [
-        JobSample(sample_id, segments, token_ids.values.to_numpy().astype("<i4").tobytes())
-        for sample_id, segments, token_ids in zip(
-            table["sample_id"].to_pylist(), segments_of(table), table["token_ids"], strict=True
-        )
-    ]
     excluded: dict[str, Excluded] = {}
+    request = engine.begun(task.name)
+    samples = _samples(table) if request is None else request.samples
     while True:
-        attempt = new_attempt()
-        path = folder.shard(shard, attempt)
         if len(excluded) == len(samples):  # no engine is needed to say so
+            attempt = new_attempt()
+            path = folder.shard(shard, attempt)
             done = ShardDone(attempt=attempt, greedy={}, top1={}, refused={}, counters={})
             break
-        request = ShardJob(
-            attempt=attempt,
-            path=str(path),
-            rows=task.rows,
-            samples=[s for s in samples if s.sample_id not in excluded],
-            solo=sorted({*engine.suspects(), *known}),
-            want_top1=job.captures_last,
-        )
+        if request is None:
+            left = [s for s in samples if s.sample_id not in excluded]
+            request = _request(job, folder, task, left, {*engine.suspects(), *known})
+        attempt, path = request.attempt, Path(request.path)
         suspected = set(engine.suspects())
+
+        def ahead(suspected: set[str] = suspected) -> ShardJob | None:
+            # Not while it is unknown which sample kills the engine: the next shard would be lost with this one.
+            if suspected or (then := following()) is None or then.known_killers:
+                return None
+            return _request(job, folder, then, _samples(then.table(job)))
+
         try:
-            done = engine.extract(request, lambda progress: on_tokens(progress.tokens))
+            done = engine.extract(request, lambda progress: on_tokens(progress.tokens), ahead)
         except EngineCrashedError as error:
             path.unlink(missing_ok=True)
+            request = None
             again = [sample for sample in known if engine.kills[sample] and sample not in excluded]
             killers = [*again, *(sample for sample in engine.killers() if sample not in {*excluded, *again})]
             if not killers and not set(engine.suspects()) - suspected:
@@ -163,6 +167,26 @@ def capture_shard(
         )
     info = {**engine.info, "preflight": engine.preflight}
     return Captured(shard, attempt, path, table, done, list(excluded.values()), info, engine.final_norm, task=task)
+
+
+def _samples(table: pa.Table) -> list[JobSample]:
+    columns = zip(table["sample_id"].to_pylist(), segments_of(table), table["token_ids"], strict=True)
+    return [JobSample(name, segments, ids.values.to_numpy().astype("<i4").tobytes()) for name, segments, ids in columns]
+
+
+def _request(
+    job: Job, folder: RunFolder, task: ShardTask, samples: list[JobSample], solo: Iterable[str] = ()
+) -> ShardJob:
+    attempt = new_attempt()
+    return ShardJob(
+        attempt=attempt,
+        path=str(folder.shard(task.shard, attempt)),
+        rows=task.rows,
+        samples=samples,
+        solo=sorted(solo),
+        want_top1=job.captures_last,
+        shard=task.name,
+    )
 
 
 def _killer(sample: str, error: EngineCrashedError, kills: int) -> Excluded:

@@ -72,6 +72,7 @@ def commit_shard(job: Job, captured: Captured) -> CommitRecord:
     if record.object is not None and standing.object != record.object:
         _discard(job, captured, record.object)
     captured.path.unlink(missing_ok=True)
+    captured.committed = True
     return standing
 
 

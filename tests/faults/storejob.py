@@ -72,7 +72,12 @@ class RandomRows:
         """No engine died."""
         return []
 
-    def extract(self, request: ShardJob, on_progress: Callable[[Progress], None]) -> ShardDone:
+    def begun(self, shard: str) -> None:
+        """Nothing is given in advance."""
+
+    def extract(
+        self, request: ShardJob, on_progress: Callable[[Progress], None], following: Callable[[], object]
+    ) -> ShardDone:
         """Fill the file of a shard."""
         self._before(self.shards)
         self.shards += 1
@@ -96,7 +101,7 @@ class RandomRows:
                 at += count
         writer.close()
         tokens = {sample.sample_id: 7 for sample in request.samples}
-        on_progress(Progress([], list(tokens), request.rows, 1))
+        on_progress(Progress(request.attempt, [], list(tokens), request.rows, 1))
         return ShardDone(request.attempt, tokens, dict(tokens), {}, {"engine_s": 0.1})
 
 

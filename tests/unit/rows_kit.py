@@ -65,7 +65,12 @@ class Rows:
         self.kills.update(in_flight)
         raise EngineCrashedError("the engine died")
 
-    def extract(self, request: ShardJob, on_progress: Callable[[Progress], None]) -> ShardDone:
+    def begun(self, shard: str) -> None:
+        """Nothing is given in advance."""
+
+    def extract(
+        self, request: ShardJob, on_progress: Callable[[Progress], None], following: Callable[[], object]
+    ) -> ShardDone:
         self.requests.append(request)
         names = [sample.sample_id for sample in request.samples]
         for name in request.solo:

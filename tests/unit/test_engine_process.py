@@ -275,7 +275,7 @@ def test_how_a_start_ended(fake, code, kind, text) -> None:
 def test_every_failure_carries_its_circumstances(fake) -> None:
     code = (
         "send(host, Ready({'vllm': '9.9', 'max_num_seqs': 7}))\njob = receive_request(host)\n"
-        "send(host, Progress(['a', 'b'], [], 0, 0))\nsend(host, Progress([], ['a'], 5, 1))\n"
+        "send(host, Progress('1', ['a', 'b'], [], 0, 0))\nsend(host, Progress('1', [], ['a'], 5, 1))\n"
         "print('Traceback (most recent call last):\\n  x\\nValueError: y', flush=True)\n"
         "send(host, Failed('CaptureError', 'rows are missing', 'Traceback of the engine'))"
     )

@@ -316,7 +316,7 @@ class TestRunShards:
 
     @staticmethod
     def make(folder: Path, failing: set[int]):
-        def capture(task: Any) -> Captured:
+        def capture(task: Any, following: Any) -> Captured:
             path = folder / f"{task.shard}.tmp"
             path.touch()
             return Captured(task.shard, "", path, None, None, list(failing))  # type: ignore[arg-type]
@@ -326,10 +326,10 @@ class TestRunShards:
     def test_the_first_failure_is_raised(self, tmp_path: Path) -> None:
         capture = self.make(tmp_path, {1, 2})
 
-        def capture_but_not_3(task: Any) -> Captured:
+        def capture_but_not_3(task: Any, following: Any) -> Captured:
             if task.shard == 3:
                 raise RuntimeError("capture 3")
-            return capture(task)
+            return capture(task, following)
 
         with pytest.raises(StoreUnavailableError, match="commit 1"):
             local.run_shards(self.tasks(5), capture_but_not_3, self.done, lambda task: None, self.WIDE)
@@ -338,10 +338,10 @@ class TestRunShards:
         waited = []
         capture = self.make(tmp_path, set())
 
-        def capture_but_not_1(task: Any) -> Captured:
+        def capture_but_not_1(task: Any, following: Any) -> Captured:
             if task.shard == 1:
                 raise RuntimeError("capture 1")
-            return capture(task)
+            return capture(task, following)
 
         def commit(captured: Captured) -> Future[None]:
             waited.append(captured.shard)
@@ -354,27 +354,35 @@ class TestRunShards:
     @pytest.mark.parametrize(
         ("limit", "most"),
         [
-            (SpoolLimit(nbytes=10**9, shards=1, row_bytes=10), 2),
-            (SpoolLimit(nbytes=10**9, shards=3, row_bytes=10), 4),
+            (SpoolLimit(nbytes=10**9, shards=1, row_bytes=10), 3),  # one is stored, one captured, one follows
+            (SpoolLimit(nbytes=10**9, shards=3, row_bytes=10), 5),
             (SpoolLimit(nbytes=300, shards=9, row_bytes=10), 3),
             (SpoolLimit(nbytes=50, shards=9, row_bytes=10), 1),  # a shard larger than the spool has it to itself
         ],
     )
     def test_a_slow_store_holds_the_engine_back(self, tmp_path: Path, limit: SpoolLimit, most: int) -> None:
         capture, spooled, seen = self.make(tmp_path, set()), set(), []
+        ahead = []
 
-        def capture_and_count(task: Any) -> Captured:
+        def capture_and_count(task: Any, following: Any) -> Captured:
             spooled.add(task.shard)
             seen.append(len(spooled))
-            return capture(task)
+            if (then := following()) is not None:
+                assert then.shard == task.shard + 1
+                ahead.append(then.shard)
+                spooled.add(then.shard)
+                seen.append(len(spooled))
+            return capture(task, following)
 
         def slow(captured: Captured) -> None:
             time.sleep(0.02)
             spooled.discard(captured.shard)
+            captured.committed = True
 
         with ThreadPoolExecutor(limit.shards) as pool:
             local.run_shards(
                 self.tasks(12), capture_and_count, lambda captured: pool.submit(slow, captured), seen.append, limit
             )
         assert max(value for value in seen if isinstance(value, int)) == most
+        assert (most == 1) == (not ahead) and len(ahead) == len(set(ahead))
         assert not spooled and sum(isinstance(value, self.Task) for value in seen) == 12

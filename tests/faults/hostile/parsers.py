@@ -469,7 +469,7 @@ def _event_seeds(folder: Path) -> list[bytes]:
     events: list[Any] = [
         protocol.Starting("loading"),
         protocol.Ready({"vllm": "1", "final_norm": {"kind": "rms"}}, protocol.FinalNorm("rms", 1e-5, 0.0, b"\0" * 64)),
-        protocol.Progress(["a"], ["a"], 3, 1),
+        protocol.Progress("x", ["a"], ["a"], 3, 1),
         protocol.ShardDone("f" * 32, {"a": 1}, {"a": 1}, {"b": "why"}, {"steps": 1.0}),
         protocol.Failed("EngineError", "message", "traceback"),
     ]

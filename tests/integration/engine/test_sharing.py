@@ -193,6 +193,68 @@ def test_a_small_cache_evicts_and_preempts(tiny_model: Path, tmp_path: Path, blo
     assert shared.counters["computed"] < alone.counters["computed"]
 
 
+def follow(
+    engine: EngineSupervisor, folder: Path, shards: list[list[np.ndarray]], **options: Any
+) -> tuple[list[ShardDone], list[list[np.ndarray]], int]:
+    """Jobs that are given to the engine one ahead: what each came to, its samples' rows, and the steps of them all."""
+    jobs = []
+    for number, sequences in enumerate(shards):
+        samples, rows = laid_out(sequences, f"{number}-", share=True)
+        attempt = uuid.uuid4().hex
+        jobs.append(ShardJob(attempt, str(folder / f"{attempt}.tmp"), rows, samples, shard=str(number), **options))
+    steps: list[int] = []
+    results, found = [], []
+    for number, job in enumerate(jobs):
+        assert (engine.begun(job.shard) is job) == (number > 0)
+        then = jobs[number + 1] if number + 1 < len(jobs) else None
+        results.append(engine.extract(job, lambda told: steps.append(told.steps), lambda then=then: then))
+        with UnsealedShard(Path(job.path)) as shard:
+            found.append([shard.sample(s.segments)[0].float().numpy() for s in job.samples])
+    return results, found, steps[-1] - steps[0]
+
+
+def test_shards_follow_each_other_in_full_steps(engine: EngineSupervisor, tmp_path: Path) -> None:
+    """Their rows are those of each shard alone, and no step waits for the end of a shard."""
+    random = np.random.default_rng(21)
+    shards = [[tokens(random, 100) for _ in range(9)] for _ in range(4)]  # 900 tokens each, steps hold 256
+    results, found, steps = follow(engine, tmp_path, shards)
+    assert sum(done.counters["steps"] for done in results) > steps  # some hold rows of two shards
+    assert steps < 4 * 4
+    for sequences, rows, done in zip(shards, found, results, strict=True):
+        alone = extract(engine, tmp_path, sequences, share=False)
+        assert done.counters["rows"] == 900 and done.counters["rows_again"] == 0
+        assert list(done.greedy.values()) == list(alone.done.greedy.values()) == list(done.top1.values())
+        for ours, theirs in zip(rows, alone.rows, strict=True):
+            assert (np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)).max() < TOLERANCE
+
+
+def test_a_shard_takes_nothing_from_the_one_before(engine: EngineSupervisor, tmp_path: Path) -> None:
+    """Both begin with the same tokens, which each computes and stores for itself."""
+    shards = [in_order(conversations(9)), in_order(conversations(9)), in_order(conversations(10))]
+    results, found, _ = follow(engine, tmp_path, shards)
+    for sequences, rows, done in zip(shards, found, results, strict=True):
+        assert done.counters["samples_again"] == 0
+        assert done.counters["computed"] == pytest.approx(computed(sequences), rel=0.05)
+        assert all(len(ours) == len(ids) for ours, ids in zip(rows, sequences, strict=True))
+    for ours, theirs in zip(found[0], found[1], strict=True):
+        assert (np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)).max() < TOLERANCE
+
+
+def test_a_shard_of_other_chunks_or_with_solo_samples_waits(engine: EngineSupervisor, tmp_path: Path) -> None:
+    random = np.random.default_rng(22)
+    sequences = [tokens(random, 40) for _ in range(4)]
+    alone = extract(engine, tmp_path, sequences, share=False)
+    samples, rows = laid_out(sequences, "s")
+    jobs = [
+        ShardJob(uuid.uuid4().hex, str(tmp_path / f"{number}.tmp"), rows, samples, shard=str(number), **options)
+        for number, options in enumerate([{}, {"chunk": 16}, {"solo": ["s2", "s0"]}, {}])
+    ]
+    for job, then in zip(jobs, [*jobs[1:], None], strict=True):
+        done = engine.extract(job, lambda told: None, lambda then=then: then)
+        assert done.greedy == alone.done.greedy == done.top1
+        assert done.counters["rows"] == 160
+
+
 def write_rows(path: Path, rows: list[list[int]]) -> Path:
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     return path
