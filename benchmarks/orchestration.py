@@ -2,6 +2,8 @@
 
 Everything else is real: a Prefect server with its database (Postgres where it is installed), the flow, its tasks, the
 plan, row checks, sealing, commit records, publication. Run in a process of its own for each mode, beside the server.
+The clock goes on without a gap to a shard that it was given in advance, as the engine does, and stands still while it
+has none.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 SHARDS, SHARD_S = 200, 1.0
+_STEP_S = 0.02
+"""The engine reports, and is then asked to go on, so often."""
 MODES = ("flow", "loop")
 """The flow of ``coresample run``, and the same steps in a plain loop."""
 
@@ -42,7 +46,9 @@ def run(rounds: int, shards: int = SHARDS) -> dict[str, Any]:
                 for mode in MODES if number % 2 == 0 else MODES[::-1]:
                     pair[mode] = _measure(mode, model, folder / f"{mode}-{number}", shards, site.api)
                     print(
-                        f"{mode:5} {pair[mode]['wall_s']:8.1f} s wall, {pair[mode]['overhead']:.2%} beside the engine"
+                        f"{mode:5} {pair[mode]['wall_s']:8.1f} s wall, {pair[mode]['overhead']:.2%} beside the engine: "
+                        f"{pair[mode]['before_s']:.1f} s before it, {pair[mode]['idle_s']:.1f} s between shards, "
+                        f"{pair[mode]['after_s']:.1f} s after it; {pair[mode]['cpu_s']:.1f} s of CPU"
                     )
                 sizes.append(_size(site))
                 pairs.append(pair)
@@ -83,20 +89,13 @@ def _main(mode: str, model: str, folder: str, shards: int) -> None:
     from extract_core import local, pipeline
     from extract_core.settings import load_job
     from tests import tiny
-    from tests.faults.storejob import RandomRows
 
-    class Clocked(RandomRows):
-        """An engine whose shards take exactly ``SHARD_S``."""
+    kind = _clocked()
+    engines: list[Any] = []
 
-        seconds = 0.0
-
-        def extract(self, request: Any, on_progress: Any) -> Any:
-            """Fill the file, then wait for the rest of the time."""
-            began = time.perf_counter()
-            done = super().extract(request, on_progress)
-            time.sleep(max(0.0, SHARD_S - (time.perf_counter() - began)))
-            Clocked.seconds += time.perf_counter() - began
-            return done
+    def make(job: Any, folder: Any) -> Any:
+        engines.append(kind(job))
+        return engines[-1]
 
     where = Path(folder)
     chats = where / "rows.jsonl"
@@ -113,22 +112,67 @@ def _main(mode: str, model: str, folder: str, shards: int) -> None:
     )
     settings = load_job(job)
     with (
-        mock.patch.object(pipeline, "make_supervisor", lambda job, folder: Clocked(job)),
+        mock.patch.object(pipeline, "make_supervisor", make),
         mock.patch.object(pipeline, "preflight", lambda job, engine, folder: {}),
     ):
         if mode == "loop":
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             result = local.run(settings)
         else:
             from flows.extract import run_flow
 
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             result = run_flow(settings)
-        wall = time.perf_counter() - began
+        ended, cpu = time.perf_counter(), time.process_time() - cpu
     if len(result.manifest.shards) != shards:
         raise RuntimeError(f"{len(result.manifest.shards)} shards, expected {shards}")
-    overhead = (wall - Clocked.seconds) / Clocked.seconds
-    print(json.dumps({"wall_s": wall, "engine_s": Clocked.seconds, "overhead": overhead}))
+    engine, wall = engines[0], ended - began
+    found = {
+        "wall_s": wall,
+        "engine_s": engine.seconds,
+        "before_s": engine.first - began,
+        "idle_s": engine.ends - engine.first - engine.seconds,
+        "after_s": ended - engine.ends,
+        "cpu_s": cpu,
+        "given_in_advance": engine.given,
+        "overhead": (wall - engine.seconds) / engine.seconds,
+    }
+    print(json.dumps(found))
+
+
+def _clocked() -> Any:
+    """The class of an engine whose shards take exactly ``SHARD_S``; made here, since its base imports torch."""
+    from tests.faults.storejob import RandomRows
+
+    class Clocked(RandomRows):
+        """Works at what it was given in advance from the moment at which the shard before it ended."""
+
+        def __init__(self, job: Any) -> None:
+            super().__init__(job)
+            self._ahead: Any = None
+            self.given = 0
+            self.seconds = self.first = self.ends = 0.0
+
+        def begun(self, shard: str) -> Any:
+            """What it was given in advance, if that is this shard."""
+            return self._ahead if self._ahead is not None and self._ahead.shard == shard else None
+
+        def extract(self, request: Any, on_progress: Any, following: Any) -> Any:
+            """Fill the file, ask for the next shard as a real engine does, wait for the rest of the time."""
+            begins = time.perf_counter()
+            if self._ahead is not None and self._ahead.attempt == request.attempt:
+                begins = self.ends
+                self.given += 1
+            self._ahead, self.first = None, self.first or begins
+            done = super().extract(request, on_progress, following)
+            self.ends = max(begins + SHARD_S, time.perf_counter())
+            while (left := self.ends - time.perf_counter()) > 0:
+                self._ahead = self._ahead or following()
+                time.sleep(min(left, _STEP_S))
+            self.seconds += SHARD_S
+            return done
+
+    return Clocked
 
 
 if __name__ == "__main__":

@@ -115,11 +115,8 @@ def _git(folder: Path, *words: str) -> str | None:
 @cache
 def environment_digest() -> str:
     """sha256 over the sorted ``name==version`` lines of everything that is installed."""
-    found = {
-        f"{item.metadata['Name'].lower().replace('_', '-')}=={item.version}"
-        for item in metadata.distributions()
-        if item.metadata["Name"]
-    }
+    heads = (item.metadata for item in metadata.distributions())  # parsed anew at each look
+    found = {f"{head['Name'].lower().replace('_', '-')}=={head['Version']}" for head in heads if head["Name"]}
     return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
 
 

@@ -319,7 +319,9 @@ class EngineSettings(_Section):
             "the rows of two steps, 64 MiB to 4 GiB."
         ),
     )
-    writer_threads: int = Field(2, ge=1, le=32, description="Threads that write rows.")
+    writer_threads: int | None = Field(
+        None, ge=1, le=32, description="Threads that write rows; default: a quarter of the CPUs, 2 to 4."
+    )
     start_timeout_s: float = Field(
         900,
         gt=0,
@@ -381,12 +383,13 @@ class StoreSettings(_Section):
     spool_bytes: ByteSize | None = Field(
         None,
         description=(
-            "Most bytes of shards in the spool; the engine waits when it is full. Default: four shards. One shard fits "
-            "always."
+            "Most bytes of shards in the spool; the engine waits when it is full. Default: what is stored at once "
+            "(commit_threads) and two more shards, at least four, but not more than half of what is free. One shard "
+            "fits always."
         ),
     )
     commit_threads: int | None = Field(
-        None, ge=1, le=64, description="Shards checked, encoded and stored at once; default: half the CPUs, 4 at most."
+        None, ge=1, le=64, description="Shards checked, encoded and stored at once; default: half the CPUs, 8 at most."
     )
     reuse: bool = Field(
         True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from prefect import flow
+from prefect.settings import PREFECT_API_URL
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from extract_core import pipeline, spool
@@ -20,7 +21,6 @@ from extract_core.store.commits import read_commits
 from extract_core.store.publisher import sole_publisher
 from extract_core.store.records import Manifest
 from extract_core.store.versions import latest_version
-from flows.server import end_server_with_run
 from flows.shards import extract_shards
 from tasks import artifacts
 from tasks.extract import find_damage, outstanding, plan_job, publish, validate
@@ -67,5 +67,8 @@ def extract(settings: JobSettings, repair: bool = False) -> RunResult:
 
 def run_flow(settings: JobSettings, *, repair: bool = False) -> RunResult:
     """Run the flow in this process; what it raises is raised here."""
-    end_server_with_run()
+    if not PREFECT_API_URL.value():
+        from flows.server import end_server_with_run  # imports Prefect's server, which takes seconds
+
+        end_server_with_run()
     return extract(settings, repair)

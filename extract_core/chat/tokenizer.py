@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,10 @@ class ChatTokenizer:
         notes: things a user should know, counted per occurrence (what the template left out, and the like).
     """
 
-    def __init__(self, hf: Any, chat: ChatSettings | None = None, *, name: str = "tokenizer") -> None:
-        """Wrap a loaded tokenizer.
+    def __init__(
+        self, hf: Any, chat: ChatSettings | None = None, *, name: str = "tokenizer", digest: str | None = None
+    ) -> None:
+        """Wrap a loaded tokenizer; ``digest`` is its ``tokenizer_digest`` where that is known.
 
         Raises:
             TemplateError: there is no template, its syntax is wrong, or ``chat.mask`` needs what it does not have.
@@ -101,7 +104,7 @@ class ChatTokenizer:
             if isinstance(self._template, dict)
             else (self._template or "").encode()
         ).hexdigest()
-        self.tokenizer_digest = _tokenizer_digest(hf)
+        self.tokenizer_digest = digest or _tokenizer_digest(hf)
         specials = {str(token) for token in hf.all_special_tokens}
         specials |= {str(token.content) for token in hf.added_tokens_decoder.values() if token.special}
         self.special_tokens = tuple(sorted((s for s in specials if s), key=lambda s: (-len(s), s)))
@@ -423,27 +426,57 @@ def load_chat_tokenizer(model: ModelSettings, chat: ChatSettings) -> ChatTokeniz
         ModelError: the tokenizer cannot be found or loaded.
         TemplateError: see ``ChatTokenizer``.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     where = model.tokenizer or model.path
     named = "model.tokenizer" if model.tokenizer else "model.path"
     if where.startswith(("/", "./", "../", "~")) and not Path(where).expanduser().exists():
         raise ModelError(f"{named}: there is no folder {where}; correct the path")
     options = {"revision": model.revision} if model.revision and not Path(where).is_dir() else {}
     try:
-        hf = AutoTokenizer.from_pretrained(where, trust_remote_code=model.trust_remote_code, **options)
+        if Path(where).is_dir() and not model.trust_remote_code:
+            loaded = _load_once(where, _state(Path(where)))
+        else:
+            loaded = _load(where, options, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         raise ModelError(
             f"{named}: the tokenizer of {where} cannot be loaded: {_first_line(error)}; check the path or hub id, and "
             "model.trust_remote_code where the model ships its own tokenizer code"
         ) from error
+    tokenizer = ChatTokenizer(loaded.hf, chat, name=where, digest=loaded.digest)
+    if loaded.note:
+        tokenizer.notes[loaded.note] += 1
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A tokenizer as its files give it, with its digest and what a user should know of it."""
+
+    hf: Any
+    digest: str
+    note: str | None
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int, int, int], ...]:
+    """Changes with any file that a tokenizer is made of: name, size, inode, times of change of bytes and entry."""
+    found = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
+    stats = ((path, path.stat()) for path in sorted(found) if path.is_file())
+    return tuple((str(p), s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats)
+
+
+@lru_cache(maxsize=1)
+def _load_once(where: str, _: object) -> _Loaded:
+    """A command checks its job before its flow plans it: the same files twice, seconds for a large vocabulary."""
+    return _load(where, {}, trust_remote_code=False)
+
+
+def _load(where: str, options: Mapping[str, Any], *, trust_remote_code: bool) -> _Loaded:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    hf = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **options)
     note = _loses_text(hf, where, options)
     if note:
         hf = PreTrainedTokenizerFast.from_pretrained(where, **options)
-    tokenizer = ChatTokenizer(hf, chat, name=where)
-    if note:
-        tokenizer.notes[note] += 1
-    return tokenizer
+    return _Loaded(hf, _tokenizer_digest(hf), note)
 
 
 def _loses_text(hf: Any, where: str, options: Mapping[str, Any]) -> str | None:

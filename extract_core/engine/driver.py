@@ -200,24 +200,31 @@ class EngineDriver:
                 run.ended_at = time.perf_counter()
                 began = max(run.fed_at or run.ended_at, self._ended_at)
                 run.engine_s, self._ended_at = run.ended_at - began, run.ended_at
-            result = self._first("capture_end", run.job.attempt, False)
-            if "waiting" not in result:
+            if (done := self._done(run)) is not None:
                 self._tell(report, run)
                 self._runs.remove(run)
-                ended.append(self._done(run, result))
+                ended.append(done)
         return ended
 
-    def _done(self, run: ShardRun, result: dict[str, Any]) -> ShardDone:
+    def _done(self, run: ShardRun) -> ShardDone | None:
+        """The result of a shard whose samples are computed; None while its file is written or read back."""
         job, accepted = run.job, run.accepted
-        if result["missing"]:
-            names = [run.ids[rid].sample_id for rid in result["missing"]]
+        if not run.result:
+            run.result = self._first("capture_end", job.attempt)
+        if not run.result:
+            return None
+        if run.result["missing"]:
+            names = [run.ids[rid].sample_id for rid in run.result["missing"]]
             raise CaptureError(
                 f"{len(names)} of {len(accepted)} samples are missing rows after their prefill, first {names[0]}: "
                 "nothing of this shard is kept"
             )
         top1: dict[str, int] = {}
         if job.want_top1 and accepted:
-            tokens = self._first("capture_next_tokens", job.path, [s.last_row for s in accepted])
+            found = self._rpc("capture_next_tokens", job.path, [s.last_row for s in accepted])
+            tokens = next((tokens for tokens in found if tokens), None)
+            if tokens is None:
+                return None
             top1 = {s.sample_id: token for s, token in zip(accepted, tokens, strict=True)}
         assert run.ended_at is not None
         return ShardDone(
@@ -226,7 +233,7 @@ class EngineDriver:
             top1=top1,
             refused=run.refused,
             counters={
-                **result["counters"],
+                **run.result["counters"],
                 "engine_s": run.engine_s,
                 "total_s": run.engine_s + time.perf_counter() - run.ended_at,
                 "tokens": float(sum(s.tokens for s in accepted)),

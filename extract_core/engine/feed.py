@@ -41,6 +41,8 @@ class ShardRun:
         """Samples that run a second time, without the cache; None while that is not known."""
         self.fed_at: float | None = None
         self.ended_at: float | None = None
+        self.result: dict[str, Any] = {}
+        """Counters and missing requests, when the file is closed."""
         self.engine_s = 0.0
         """From the end of the shard before, or this one's first request, to its last."""
         self._core = core

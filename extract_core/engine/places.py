@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,16 +29,13 @@ class Place:
         segments: (first row, rows) of the shard, in the order of positions.
     """
 
-    __slots__ = ("_edges", "_firsts")
+    __slots__ = ("_edges", "_firsts", "rows")
 
     def __init__(self, segments: Sequence[tuple[int, int]]):
-        self._firsts = np.array([first for first, _ in segments], dtype=np.int64)
-        self._edges = np.concatenate(([0], np.cumsum([rows for _, rows in segments]))).astype(np.int64)
-
-    @property
-    def rows(self) -> int:
+        self._firsts = [first for first, _ in segments]
+        self._edges = [*accumulate((rows for _, rows in segments), initial=0)]
+        self.rows = self._edges[-1]
         """Rows of the sample."""
-        return int(self._edges[-1])
 
     def spans(self, source: int, position: int, count: int) -> list[Span]:
         """Where ``count`` rows of a step go that begin at a position; output tokens beyond the prompt have no place.
@@ -47,25 +46,27 @@ class Place:
             count: rows.
         """
         stop = min(position + count, self.rows)
-        if position >= stop:
-            return []
-        first = int(np.searchsorted(self._edges, position, "right")) - 1
-        last = int(np.searchsorted(self._edges, stop))
-        starts = np.maximum(self._edges[first:last], position)
-        stops = np.minimum(self._edges[first + 1 : last + 1], stop)
-        targets = self._firsts[first:last] + starts - self._edges[first:last]
-        columns = (starts - position + source, targets, stops - starts)
-        return [Span(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        made = []
+        at = bisect_right(self._edges, position) - 1
+        while position < stop:
+            start, end = self._edges[at], min(self._edges[at + 1], stop)
+            made.append(Span(source, self._firsts[at] + position - start, end - position))
+            source += end - position
+            position, at = end, at + 1
+        return made
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        for first, (start, stop) in zip(self._firsts, pairwise(self._edges), strict=True):
+            yield first, first + stop - start
 
     def mark(self, rows: Flags) -> None:
         """Set the flags of all its rows."""
-        for first, count in zip(self._firsts.tolist(), np.diff(self._edges).tolist(), strict=True):
-            rows[first : first + count] = True
+        for first, stop in self._runs():
+            rows[first:stop] = True
 
     def filled(self, rows: Flags) -> bool:
         """Whether the flags of all its rows are set."""
-        runs = zip(self._firsts.tolist(), np.diff(self._edges).tolist(), strict=True)
-        return all(bool(rows[first : first + count].all()) for first, count in runs)
+        return all(bool(rows[first:stop].all()) for first, stop in self._runs())
 
 
 def runs_of(flags: Flags) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ class EngineSpec(msgspec.Struct, frozen=True, tag=True):
     vLLM reserves a position for the output token. ``dtype`` is what the model computes in, ``store_dtype`` what its
     rows are stored in ("bfloat16", "float16" or "float32"). ``capture`` is "native" (auxiliary hidden states of the
     model class), "hooks" (forward hooks on the decoder layers, eager mode only) or "auto" (native where it reaches
-    every layer id). ``prefix_caching`` off leaves requests without block hashes; nothing but tests turns it off.
+    every layer id). ``prefix_caching`` off leaves requests without block hashes, for samples that share no prefix.
     """
 
     model: str

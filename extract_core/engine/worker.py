@@ -9,9 +9,9 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class CaptureMixin:
     vllm_config: Any
     _sink: RowSink | None = None
     _failure: BaseException | None = None
-    _side: torch.cuda.Stream | None = None
+    _aside: ThreadPoolExecutor | None = None
+    _asked: dict[str, Future[list[int]]]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then switch on the layers, before vLLM's profiling run compiles the forward."""
@@ -79,6 +80,7 @@ class CaptureMixin:
         shape = (tokens, len(self._layer_ids), self._hidden_size)
         self._device = self.model_runner.device  # the worker's own is None in some CPU releases
         self._shards: dict[str, OpenShard] = {}
+        self._asked = {}
         self._places: dict[str, Place] = {}
         self._owners: dict[str, OpenShard] = {}
         staged = self._writes and self._device.type == "cuda"
@@ -86,8 +88,8 @@ class CaptureMixin:
 
     def capture_setup(self, pool_bytes: int, threads: int) -> None:
         """Make the writer: its pool of host buffers and its threads."""
-        alone = self.vllm_config.parallel_config.world_size == 1
-        self._side = torch.cuda.Stream(self._device) if alone and self._device.type == "cuda" else None
+        if self.vllm_config.parallel_config.world_size == 1 and self._device.type == "cuda":
+            self._aside = ThreadPoolExecutor(1, "next-tokens", partial(torch.cuda.set_device, self._device))
         if self._writes:
             self._sink = RowSink(
                 max_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
@@ -207,26 +209,23 @@ class CaptureMixin:
         return runs_of(wanted & ~opened.taken)
 
     @_recorded
-    def capture_end(self, shard: str, wait: bool) -> dict[str, Any] | None:
+    def capture_end(self, shard: str) -> dict[str, Any] | None:
         """Close the shard's file when all its rows are written.
 
         Args:
             shard: all of its requests have been computed.
-            wait: for the writer; else ``{"waiting": True}`` comes back while it writes.
 
         Returns:
-            counters and the requests whose rows did not all come (``missing``); None from a rank that writes nothing.
+            counters and the requests whose rows did not all come (``missing``); while it is written, an empty one. None
+            from a rank that writes nothing.
         """
         if self._sink is None:
             return None
         opened = self._shards[shard]
-        if not wait and not (opened.idle.is_set() and opened.writer.done()):
-            self._sink.raise_failure()
-            return {"waiting": True}
-        writer = opened.writer.result()
-        opened.idle.wait()
         self._sink.raise_failure()
-        writer.close()
+        if not (opened.idle.is_set() and opened.writer.done()):
+            return {}
+        opened.writer.result().close()
         del self._shards[shard]
         places = self._of(opened)
         for rid in places:
@@ -238,13 +237,24 @@ class CaptureMixin:
         return {rid: place for rid, place in self._places.items() if self._owners[rid] is shard}
 
     @_recorded
+    def capture_next_tokens(self, path: str, rows: list[int]) -> list[int] | None:
+        """``argmax(lm_head(norm(h_n)))`` of stored rows, read back from the shard file; h_n is the last layer id.
+
+        Returns:
+            the tokens; None while they are computed beside the step that is under way: then call again.
+        """
+        if self._aside is None:  # the CPU has no room beside a step, and ranks must keep to one order
+            return self._next_tokens(path, rows)
+        if path not in self._asked:
+            self._asked[path] = self._aside.submit(self._next_tokens, path, rows)
+        return self._asked.pop(path).result() if self._asked[path].done() else None
+
     @torch.inference_mode()
-    def capture_next_tokens(self, path: str, rows: list[int]) -> list[int]:
-        """``argmax(lm_head(norm(h_n)))`` of stored rows, read back from the shard file; h_n is the last layer id."""
+    def _next_tokens(self, path: str, rows: list[int]) -> list[int]:
         with UnsealedShard(Path(path)) as shard:
             stored = shard.last_layer(rows)
-        # On a stream of its own the step under way is not waited for; ranks have to keep to one order, though.
-        with torch.cuda.stream(self._side) if self._side is not None else nullcontext():
+        stream = nullcontext() if self._aside is None else torch.cuda.stream(torch.cuda.Stream(self._device))
+        with stream:
             stored = stored.to(self._device, self.vllm_config.model_config.dtype)
             return next_tokens(self._capture.model, self._capture.norm, stored)
 

@@ -238,15 +238,20 @@ def _index_table(job: Job, commits: Mapping[int, ShardCommits]) -> pa.Table:
     for shard, table in enumerate(job.plan.shards()):
         by_id = {record.sample_id: record for record in commits[shard].samples}
         ids = table["sample_id"].to_pylist()
-        kept = table.drop_columns("segments").filter(pa.array([sample in by_id for sample in ids]))
         records = [by_id[sample] for sample in ids if sample in by_id]
+        if len(records) < len(ids):
+            table = table.filter(pa.array([sample in by_id for sample in ids]))
         computed = {
-            "segments": [[segment.model_dump() for segment in record.segments] for record in records],
+            "segments": [[dict(segment) for segment in record.segments] for record in records],
             **{name: [getattr(record, name) for record in records] for name in _FROM_RECORD},
         }
-        for name, values in computed.items():
-            kept = kept.append_column(name, pa.array(values, INDEX_SCHEMA.field(name).type))
-        tables.append(kept.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
+        columns = [
+            pa.chunked_array([pa.array(computed[field.name], field.type)])
+            if field.name in computed
+            else table[field.name].cast(field.type)
+            for field in INDEX_SCHEMA
+        ]
+        tables.append(pa.Table.from_arrays(columns, schema=INDEX_SCHEMA))
     return pa.concat_tables(tables)
 
 

@@ -8,8 +8,9 @@ Only the record of a shard that is lost or damaged is ever removed, and only onc
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from extract_core.store.root import MAX_RECORD_BYTES, Root
 _REMOTE_READERS = 8
 _REPLACE_TRIES = 4
 _NOT_FOUND_WAITS_S = (0.05, 0.2)
+_REMEMBERED_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,38 @@ def _read_listed(root: Root, rel: str) -> bytes | None:
     return None
 
 
+class _Parsed:
+    """The records that were read last, by the sha256 of their bytes.
+
+    A run reads each record several times and takes its bytes from the store every time; only checking and parsing the
+    same bytes again is left out.
+    """
+
+    def __init__(self, most_bytes: int):
+        self._most, self._held = most_bytes, 0
+        self._records: OrderedDict[bytes, tuple[CommitRecord, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def record(self, data: bytes, where: str) -> CommitRecord:
+        """See ``CommitRecord.load``."""
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if key in self._records:
+                self._records.move_to_end(key)
+                return self._records[key][0]
+        record = CommitRecord.load(data, where)
+        with self._lock:
+            if key not in self._records:
+                self._records[key] = record, len(data)
+                self._held += len(data)
+            while self._held > self._most:
+                self._held -= self._records.popitem(last=False)[1][1]
+        return record
+
+
+_parsed = _Parsed(_REMEMBERED_BYTES)
+
+
 def all_records(commits: Mapping[int, ShardCommits]) -> Iterable[CommitRecord]:
     """Every record, by shard and round."""
     return (record for _, shard in sorted(commits.items()) for record in shard.records)
@@ -250,7 +284,7 @@ def _load(root: Root, rel: str, data: bytes, fingerprint: str, shard: int, round
     where = root.describe(rel)
     remedy = "run the job with --repair: only this shard is extracted anew"
     try:
-        record = CommitRecord.load(data, where)
+        record = _parsed.record(data, where)
     except CorruptDataError as error:
         if "install a newer" in str(error):  # not damaged
             raise

@@ -66,7 +66,7 @@ class _Record(_Part):
     def dump(self) -> bytes:
         """Canonical JSON with the checksum of the rest."""
         tree = self.model_dump(mode="json")
-        return canonical_json({**tree, _CHECKSUM: _checksum(tree)})
+        return canonical_json({**tree, _CHECKSUM: _checksum(canonical_json(tree))})
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Self:
@@ -94,22 +94,20 @@ class _Record(_Part):
         checksum = tree.pop(_CHECKSUM, None)
         try:
             exact = canonical_json({**tree, _CHECKSUM: checksum}) == data
+            body = canonical_json(tree)
         except ValueError:
-            exact = False
-        if checksum != _checksum(tree) or not exact:
+            exact, body = False, b""
+        if not exact or checksum != _checksum(body):
             raise CorruptDataError(f"{cls.kind} {where} does not match its own checksum; it was altered after writing")
         try:
-            return cls.model_validate_json(canonical_json(tree))
+            return cls.model_validate_json(body)
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
             raise CorruptDataError(f"{cls.kind} {where} does not fit its schema: {problems}") from error
 
 
-def _checksum(tree: Any) -> str:
-    try:
-        return "sha256:" + hashlib.sha256(canonical_json(tree)).hexdigest()
-    except ValueError:
-        return ""
+def _checksum(body: bytes) -> str:
+    return "sha256:" + hashlib.sha256(body).hexdigest()
 
 
 class SegmentRecord(_Part):

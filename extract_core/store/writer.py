@@ -11,6 +11,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +161,39 @@ def read_note(fd: int, path: Path) -> tuple[Shape, list[int]]:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Give a file its size and, where the file system can, its blocks: a full disk shows now, not in mid-shard."""
+    """Give a file its size and, where the file system can, its blocks: a full disk shows now, not in mid-shard.
+
+    In memory (tmpfs) reserving would clear every page just before it is written, which takes as long as writing it;
+    there only the room is looked at.
+    """
+    if file_system(fd) == "tmpfs":
+        free = os.fstatvfs(fd)
+        if free.f_blocks and free.f_bavail * free.f_frsize < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(fd, size)
+        return
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
             raise
         os.ftruncate(fd, size)
+
+
+def file_system(fd: int) -> str:
+    """Name of the file system of an open file, as the kernel calls it; empty where it cannot be known."""
+    return _file_system(os.fstat(fd).st_dev)
+
+
+@cache
+def _file_system(device: int) -> str:
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), Path("/proc/self/mountinfo").open(errors="replace") as mounts:
+        for line in mounts:
+            fields = line.split()
+            if len(fields) > 2 and fields[2] == wanted and "-" in fields:
+                return fields[fields.index("-") + 1]
+    return ""
 
 
 def pwrite_all(fd: int, offset: int, view: memoryview) -> None:

@@ -33,6 +33,21 @@ def test_load_from_a_folder_and_digests(tmp_path) -> None:
     assert chat_tokenizer(kit.THINKING).template_digest != loaded.template_digest
 
 
+def test_a_process_loads_a_tokenizer_once_as_long_as_its_files_stay(tmp_path) -> None:
+    where = _saved(tmp_path)
+    first = load_chat_tokenizer(ModelSettings(path=where), ChatSettings())
+    again = load_chat_tokenizer(ModelSettings(path=where), ChatSettings(template_date="2024-01-01"))
+    assert again.hf is first.hf
+    assert again.notes is not first.notes
+    other = hf_tokenizer(kit.THINKING)
+    other.add_tokens(["qq"])
+    other.save_pretrained(where)
+    changed = load_chat_tokenizer(ModelSettings(path=where), ChatSettings())
+    assert changed.vocab_size == first.vocab_size + 1
+    assert changed.tokenizer_digest != first.tokenizer_digest
+    assert changed.template_digest != first.template_digest
+
+
 def test_tokenizer_of_its_own(tmp_path) -> None:
     where = _saved(tmp_path)
     model = ModelSettings(path=str(tmp_path / "weights-only"), tokenizer=where)

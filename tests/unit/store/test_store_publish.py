@@ -11,6 +11,7 @@ import pytest
 
 from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.reader import HiddenStatesDataset
+from extract_core.store import commits as commit_records
 from extract_core.store import layout
 from extract_core.store.commits import ShardCommits, read_commits, write_commit
 from extract_core.store.index import INDEX_SCHEMA, read_index, write_index
@@ -105,6 +106,25 @@ def test_commit_that_was_renamed_or_damaged(root, tmp_path):
     (folder / "00007.json").write_bytes(b"{}")
     with pytest.raises(CorruptDataError, match=r"00007\.json"):
         read_commits(root, FINGERPRINT)
+
+
+def test_a_record_that_was_read_before_is_still_read_from_the_store(root, tmp_path, monkeypatch):
+    make_dataset(root, tmp_path)
+    first = read_commits(root, FINGERPRINT)
+    file = Path(root.url) / layout.commits_dir(FINGERPRINT) / "00000.json"
+    good = file.read_bytes()
+    file.write_bytes(good.replace(b'"shard":0', b'"shard":1'))
+    with pytest.raises(CorruptDataError, match=r"00000\.json does not match its own checksum"):
+        read_commits(root, FINGERPRINT)
+    file.write_bytes(good)
+    again = read_commits(root, FINGERPRINT)
+    assert again == first
+    assert again[0].records[0] is first[0].records[0]  # the same bytes are parsed once
+    monkeypatch.setattr(commit_records, "_parsed", commit_records._Parsed(len(good) // 2))
+    assert read_commits(root, FINGERPRINT) == first
+    assert not commit_records._parsed._records  # larger than all that may be kept
+    file.unlink()
+    assert sorted(read_commits(root, FINGERPRINT)) == [1]
 
 
 def test_versions(root, tmp_path):
