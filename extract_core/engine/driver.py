@@ -51,6 +51,7 @@ class EngineDriver:
         self._rpc("capture_setup", spec.buffer_bytes, spec.writer_threads)
         self.info = compat.engine_info(self.core) | {"model_runner": self._rpc("capture_runner")[0]}
         norm = self._rpc("capture_norm")[0]
+        self.startup: dict[str, float] = self._rpc("capture_startup")[0]
         self.final_norm = None if "unknown" in norm else FinalNorm(**norm)
         if self.final_norm is None:
             self.info["final_norm"] = norm["unknown"]

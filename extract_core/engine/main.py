@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -68,14 +69,17 @@ def main(fd: int) -> int:
         spec = receive_request(host)
         if not isinstance(spec, EngineSpec):
             raise TypeError(f"the first message must be an EngineSpec, got {type(spec).__name__}")
+        began = time.perf_counter()
         send(host, Starting("importing vLLM"))
         from vllm.v1.engine import core as _  # noqa: F401 -- seconds, which are not to be told as loading the model
 
         from extract_core.engine.driver import EngineDriver
 
+        imported = time.perf_counter() - began
         send(host, Starting("loading the model"))
         driver = EngineDriver(spec)
-        send(host, Ready(driver.info, driver.final_norm))
+        startup = {"import": imported, **driver.startup, "all": time.perf_counter() - began}
+        send(host, Ready(driver.info, driver.final_norm, startup))
         serve(host, driver)
     except EOFError:
         return 0  # the host is gone; the guard ends the group

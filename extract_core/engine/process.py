@@ -87,6 +87,8 @@ class EngineProcess:
         self.spec, self.log = spec, log
         self.info: dict[str, Any] = {}
         self.final_norm: FinalNorm | None = None
+        self.startup: dict[str, float] = {}
+        """Where the time of the start went, seconds by stage."""
         self._environment = environment or {}
         self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
         self._on_note = on_note
@@ -145,6 +147,7 @@ class EngineProcess:
             self.kill()  # an engine that nobody waits for any more would go on loading
             raise
         self.info, self.final_norm, self._stage = event.info, event.final_norm, "ready"
+        self.startup = event.startup
         return event.info
 
     def extract(

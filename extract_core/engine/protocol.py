@@ -137,11 +137,13 @@ class FinalNorm(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is up; ``info`` goes into commit records and manifest.
 
-    ``final_norm`` is None where the norm is of an unknown kind; ``info["final_norm"]`` then says why.
+    ``final_norm`` is None where the norm is of an unknown kind; ``info["final_norm"]`` then says why. ``startup`` is
+    where the time went, seconds by stage.
     """
 
     info: dict[str, Any]
     final_norm: FinalNorm | None = None
+    startup: dict[str, float] = {}
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

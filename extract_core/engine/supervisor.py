@@ -101,6 +101,7 @@ class EngineSupervisor:
         began = time.monotonic()
         self._engine.start(self._on_stage)
         self.start_seconds.append(time.monotonic() - began)
+        self._on_stage(_ready_after(self.start_seconds[-1], self._engine.startup))
         return self._engine
 
     def extract(
@@ -178,3 +179,14 @@ class EngineSupervisor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _ready_after(seconds: float, startup: dict[str, float]) -> str:
+    """Where the time of a start went, in words; ``compiler`` is part of another stage, the rest is vLLM's own."""
+    stages = {name: spent for name, spent in startup.items() if name not in ("all", "compiler")}
+    if not stages:
+        return f"ready after {seconds:.1f} s"
+    told = [f"{name} {spent:.1f} s" for name, spent in stages.items()]
+    told.append(f"the rest {max(0.0, seconds - sum(stages.values())):.1f} s")
+    compiler = f" (in the compiler {startup['compiler']:.1f} s)" if startup.get("compiler", 0.0) >= 0.05 else ""
+    return f"ready after {seconds:.1f} s: {', '.join(told)}{compiler}"

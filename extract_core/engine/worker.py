@@ -6,11 +6,12 @@ or a CUDA graph. Warm-up passes through it too (runner V2), but no shard is open
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ class CaptureMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then switch on the layers, before vLLM's profiling run compiles the forward."""
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._startup: dict[str, float] = {}
+        with self._timed("weights"):
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = self.vllm_config.additional_config["coresample"]
         self._layer_ids = [int(k) for k in config["layers"].split(",")]
         self._store_dtype = getattr(torch, config["store_dtype"])
@@ -85,6 +88,27 @@ class CaptureMixin:
         self._owners: dict[str, OpenShard] = {}
         staged = self._writes and self._device.type == "cuda"
         self._staging = torch.empty(shape, dtype=self._store_dtype, device=self._device) if staged else None
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._startup[stage] = self._startup.get(stage, 0.0) + time.perf_counter() - began
+
+    def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """VLLM's profiling run, in which the forward is compiled or comes from the compile cache."""
+        with self._timed("compile and profile"):
+            return super().determine_available_memory(*args, **kwargs)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """VLLM's warm-up of kernels and CUDA graphs."""
+        with self._timed("warm up"):
+            return super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
+
+    def capture_startup(self) -> dict[str, float]:
+        """Seconds of the stages of this worker's start; ``compiler`` is part of another."""
+        compiler = getattr(self.vllm_config.compilation_config, "compilation_time", 0.0)
+        return {**self._startup, "compiler": float(compiler)}
 
     def capture_setup(self, pool_bytes: int, threads: int) -> None:
         """Make the writer: its pool of host buffers and its threads."""

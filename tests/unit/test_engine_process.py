@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -357,6 +358,19 @@ def test_a_start_that_fails_by_itself_is_not_tried_again(fake, tmp_path: Path) -
     with _supervisor(tmp_path, []) as supervisor, pytest.raises(EngineStartError, match="ValueError: bad"):
         supervisor.ready()
     assert supervisor.starts == 1
+
+
+def test_a_start_tells_where_its_time_went(fake, tmp_path: Path) -> None:
+    times = {"import": 4.0, "weights": 2.5, "compile and profile": 6.0, "compiler": 5.25, "all": 13.0}
+    fake(f"send(host, Ready({{}}, None, {times!r}))\nreceive_request(host)")
+    told: list[str] = []
+    with _supervisor(tmp_path, told) as supervisor:
+        supervisor.ready()
+    assert re.fullmatch(
+        r"ready after \d+\.\d s: import 4\.0 s, weights 2\.5 s, compile and profile 6\.0 s, the rest 0\.0 s "
+        r"\(in the compiler 5\.2 s\)",
+        told[-1],
+    )
 
 
 # -- logs ------------------------------------------------------------------------------------------------------------
