@@ -1,134 +1,169 @@
-"""End-to-end extraction against vLLM's own prefill, in one run.
+"""Extraction against vLLM's own prefill and its own connector, in one run: ``python -m benchmarks throughput``.
 
-Both engines stay loaded and take turns over the same samples: ``LLM.generate(max_tokens=1)`` with nothing captured,
-and Coresample from the first step to the last commit record (capture, write, row checks, digests, durable shards). The
-figure is the ratio of each pair of rounds, so that a machine that slows down slows both.
+Every contestant has its engine in a process of its own, all stay loaded, and they take turns over the same samples:
+``LLM.generate(max_tokens=1)`` with nothing captured, Coresample from the first step to the last commit record (capture,
+write, row checks, digests, durable shards), and ``extract_hidden_states`` with vLLM's connector until its last file is
+complete. The figures are ratios round by round, so that a machine that slows down slows all.
+
+Here: the demo's real model on the CPU, real chats, a local disk, memory-backed storage or an S3 server on loopback
+(moto). The connector writes files only, so that S3 is for prefill and Coresample.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from extract_core import local, pipeline
-from extract_core.engine.compat import engine_environment
-from extract_core.job import Job, prepare
-from extract_core.settings import load_job
-from extract_core.spool import RunFolder
-from extract_core.store import layout
+from benchmarks import workloads
+from benchmarks.contestants import Spec
+from benchmarks.gpu import KINDS, environment_of_engines, machine_facts
+from benchmarks.rounds import Entry, Session, entries
+
+ENTRIES = {
+    "uniform": "prefill,ours,connector",
+    "turns": "prefill-cached,ours,connector-cached,ours-alone",
+    "system": "prefill-cached,ours,connector-cached,ours-alone",
+}
+LONGEST, UNIFORM_PROMPTS = 1024, 12
+KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
-def run(job_file: str, root: Path, rounds: int, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Alternate prefill-only and extraction for ``rounds`` pairs; raw times and the ratios."""
-    shutil.rmtree(root, ignore_errors=True)
-    job = prepare(load_job(job_file, {**overrides, "root": str(root)}))
-    tokens = job.plan.meta.tokens
-    pairs = []
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--workload", default="uniform,turns,system", help="which of the workloads")
+    parser.add_argument("--chats", type=int, default=8, help="conversations of turns and system")
+    parser.add_argument("--prompts", type=int, default=UNIFORM_PROMPTS, help="prompts of uniform")
+    parser.add_argument("--contestants", help=f"instead of {ENTRIES}")
+    parser.add_argument("--target", default="disk", choices=("disk", "shm", "s3"))
+    parser.add_argument("--sink", type=float, default=0, metavar="BYTES_PER_S", help="limit what can be stored")
+
+
+def run(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Measure, with the demo's model; ``out`` is written after every single run."""
+    chats = workloads.real_chats(options.chats, Path(options.dir))
+    plan: list[tuple[workloads.Workload, Sequence[Entry]]] = []
+    for name in options.workload.split(","):
+        made = workloads.make(name, chats, prompts=options.prompts, length=min(LONGEST, workloads.UNIFORM_TOKENS))
+        longest = LONGEST if name == "turns" else LONGEST + workloads.SYSTEM_TOKENS
+        short = {ids[:longest].tobytes(): ids[:longest] for ids in made.samples}
+        chosen = options.contestants or ENTRIES[name]
+        if options.target == "s3":
+            chosen = ",".join(word for word in chosen.split(",") if not word.startswith("connector"))
+        plan.append((workloads.Workload(name, list(short.values())), entries(chosen)))
+    folder = {"shm": "/dev/shm"}.get(options.target)
     with (
-        _Prefill(job, root) as prefill,
-        RunFolder(job.spool) as folder,
-        pipeline.make_supervisor(job, folder) as engine,
+        tempfile.TemporaryDirectory(prefix="coresample-bench-", dir=folder) as store,
+        _scratch() as scratch,
+        _target(options.target, Path(store)) as (target, storage, environment),
     ):
-        engine.ready()
-        for number in range(rounds + 1):
-            bare_s = prefill.round()
-            ours_s = _extraction(job, root, engine)
-            if number:  # the first pair warms caches and allocators
-                pairs.append({"prefill_s": bare_s, "extract_s": ours_s, "ratio": bare_s / ours_s})
-                rates = f"prefill {tokens / bare_s:,.0f} tokens/s, extraction {tokens / ours_s:,.0f}"
-                print(f"{rates}, ratio {bare_s / ours_s:.3f}", flush=True)
-    ratios = sorted(pair["ratio"] for pair in pairs)
-    return {
-        "benchmark": "throughput",
-        "tokens": tokens,
-        "samples": job.plan.meta.samples,
-        "bytes": job.plan.meta.bytes,
-        "shards": len(job.plan.meta.shards),
-        "dtype": job.model.dtype,
-        "store_dtype": job.dtype,
-        "engine": engine.info,
-        "pairs": pairs,
-        "prefill_tokens_per_s": tokens / median(pair["prefill_s"] for pair in pairs),
-        "extract_tokens_per_s": tokens / median(pair["extract_s"] for pair in pairs),
-        "ratio_median": median(ratios),
-        "ratio_min": ratios[0],
-        "ratio_max": ratios[-1],
-    }
-
-
-def _extraction(job: Job, root: Path, engine: Any) -> float:
-    shutil.rmtree(root / layout.commits_dir(job.plan.fingerprint), ignore_errors=True)
-    shutil.rmtree(root / layout.SHARDS, ignore_errors=True)
-    started = time.perf_counter()
-    local.extract(job, engine)
-    return time.perf_counter() - started
-
-
-class _Prefill:
-    """vLLM's ``LLM`` in a process of its own, with the engine settings of the job and no capture."""
-
-    def __init__(self, job: Job, folder: Path):
-        import os
-
-        spec = job.engine_spec
-        prompts = folder / "prompts.json"
-        prompts.write_text(json.dumps([ids for t in job.plan.shards() for ids in t["token_ids"].to_pylist()]))
-        settings = {
-            "model": spec.model,
-            "dtype": spec.dtype,
-            "max_model_len": spec.max_model_len,
-            "max_num_batched_tokens": spec.max_num_batched_tokens or 2048,
-            "max_num_seqs": spec.max_num_seqs or 256,
-            "kv_cache_memory_bytes": spec.kv_cache_bytes or 2**30,
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
-            "skip_tokenizer_init": True,
-            "seed": 0,
+        specs = _specs(options, target, storage, Path(store), scratch)
+        head = {
+            "benchmark": "throughput",
+            "model": "SmolLM2-135M-Instruct",
+            "layers": specs["ours"].layers,
+            "dtype": specs["ours"].dtype,
+            "store_dtype": specs["ours"].store_dtype,
+            "target": options.target,
+            "sink_bytes_per_s": options.sink,
+            "shard_bytes": specs["ours"].shard_bytes,
+            "machine": machine_facts(),
+            "load": os.getloadavg(),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.throughput", str(prompts), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **engine_environment(cpu=True, eager=True)},
-        )
-
-    def round(self) -> float:
-        """Seconds of one pass over all prompts."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith("seconds "):
-                return float(line.split()[1])
-        raise RuntimeError("the prefill process ended")
-
-    def __enter__(self) -> _Prefill:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        every = {**environment_of_engines(), **environment}
+        # One after the other: two cores import vLLM no faster together.
+        session = Session(specs, scratch / "run", out, head, every, warm_tokens=256, at_once=False)
+        try:
+            return session.run(plan, options.rounds)
+        finally:
+            for log in (scratch / "run").glob("*.log") if session.result["failed"] else []:
+                print(f"==== {log.name}\n{log.read_text(encoding='utf-8', errors='replace')[-4000:]}")
 
 
-def _serve(prompts: str, settings: str) -> None:
-    from vllm import LLM, SamplingParams
+def _specs(
+    options: argparse.Namespace, target: str, storage: dict[str, Any], store: Path, scratch: Path
+) -> dict[str, Spec]:
+    common = Spec(
+        kind="prefill",
+        model=str(Path(options.dir) / "SmolLM2-135M-Instruct"),
+        layers=[2, 15, 27, 30],
+        dtype="float32",  # most CPUs have no bfloat16 units
+        store_dtype="float32",  # what the connector writes; the same bytes for both
+        target=target,
+        scratch=str(scratch / "ours"),
+        max_model_len=LONGEST + workloads.SYSTEM_TOKENS + 2,
+        step_tokens=2048,
+        max_num_seqs=16,
+        kv_bytes=2**30,
+        block_size=32,  # the CPU backend's own 128 tokens share less of a prefix
+        enforce_eager=True,
+        bytes_per_s=options.sink or None,
+        shard_bytes=128 * 2**20,
+        storage_options=storage,
+    )
+    made = {}
+    for name in KINDS:
+        kind = name.partition("-")[0]
+        where = f"{target}/ours" if kind == "ours" else str(store / kind)
+        made[name] = replace(common, kind=kind, cached=name.endswith("cached") or kind == "ours", target=where)
+    return made
 
-    llm = LLM(**json.loads(settings))
-    requests = [{"prompt_token_ids": ids} for ids in json.loads(Path(prompts).read_text())]
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    for _ in sys.stdin:
-        started = time.perf_counter()
-        llm.generate(requests, params, use_tqdm=False)
-        print(f"seconds {time.perf_counter() - started}", flush=True)
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="coresample-bench-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-if __name__ == "__main__":
-    _serve(*sys.argv[1:3])
+@contextmanager
+def _target(name: str, store: Path) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
+    """Root of ours, its storage options and environment variables that it needs."""
+    if name != "s3":
+        yield str(store), {}, {}
+        return
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _make_bucket(url)
+        options = {"endpoint_url": url}
+        yield "s3://bench", options, KEYS
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _make_bucket(url: str) -> None:
+    import boto3
+    import botocore.exceptions
+
+    client = boto3.client(
+        "s3", endpoint_url=url, aws_access_key_id="bench", aws_secret_access_key="bench", region_name="us-east-1"
+    )
+    for _ in range(100):
+        try:
+            client.create_bucket(Bucket="bench")
+            return
+        except botocore.exceptions.EndpointConnectionError:
+            time.sleep(0.3)
+    raise TimeoutError(f"no S3 server at {url} after 30 s")
