@@ -10,18 +10,21 @@ BIN := $(VENV)/bin
 DEMO_DIR := .cache/coresample-demo
 LOCKS ?=
 PYTEST_ARGS ?=
+JOBS ?=
 SOAK_ARGS ?= --minutes 45
 VERSIONS ?= 0.16.0 0.20.0 0.26.0 0.28.0 0.30.0 0.32.0
 COMPAT_ARGS ?=
 FAULTS ?= full
 FAMILY ?=
 RESUME ?=
+# Whole files to each of JOBS processes, since a file's tests share engines and servers.
+PARALLEL := $(if $(JOBS),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 .PHONY: help demo test unit check format bench compat faults soak lock lock-check audit env env-demo clean
 
 help:
 	@echo "make demo        environment, small real model, real chats -> a published, verified dataset"
-	@echo "make test        the whole test suite"
+	@echo "make test        the whole test suite (JOBS=2: files two at a time; also for unit and faults)"
 	@echo "make unit        the quick tests only"
 	@echo "make check       formatting, lint, types, import rules"
 	@echo "make format      mend formatting and what the linter can mend"
@@ -48,10 +51,10 @@ demo: env-demo
 
 test: env
 	@$(BIN)/python examples/demo/prepare.py --dir $(DEMO_DIR)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 unit: env
-	@$(BIN)/python -m pytest tests/unit -m "not engine and not system and not slow and not e2e" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/unit -m "not engine and not system and not slow and not e2e" $(PARALLEL) $(PYTEST_ARGS)
 
 # All four are run, so that one look shows everything.
 check: env
@@ -75,7 +78,7 @@ compat: env
 
 # Counts go to benchmarks/results/faults.json, and from there to docs/reliability.md; the short form keeps its own.
 faults: env
-	@FAULTS=$(FAULTS) FAULTS_RESUME=$(RESUME) $(BIN)/python -m pytest -q \
+	@FAULTS=$(FAULTS) FAULTS_RESUME=$(RESUME) $(BIN)/python -m pytest -q $(PARALLEL) \
 	  $(if $(FAMILY),$(foreach name,$(FAMILY),$(or $(wildcard tests/faults/test_$(name).py tests/faults/$(name)),tests/faults/$(name))),tests/faults) $(PYTEST_ARGS)
 	@if [ "$(FAULTS)" = full ]; then $(BIN)/python scripts/reliability.py; fi
 

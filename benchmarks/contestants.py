@@ -179,6 +179,8 @@ def _extraction(spec: Spec) -> dict[str, Any]:
 
 
 def _on_gpu() -> bool:
+    # Asked of the driver's library: CUDA must not be up in a process that vLLM forks.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     return bool(torch.cuda.is_available())

@@ -173,8 +173,10 @@ def environment_of_engines() -> dict[str, str]:
 
     if not torch.cuda.is_available():
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-    elif importlib.util.find_spec("flashinfer") is None:
-        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    else:
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        if importlib.util.find_spec("flashinfer") is None:
+            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return environment
 
 

@@ -1,9 +1,11 @@
-"""Planning of many samples: ``python -m benchmarks.planner [--samples 10000,100000] [--system 1000]``.
+"""Planning of many samples: ``python -m benchmarks.planner [--samples 10000,100000,1000000] [--system 1000]``.
 
 Synthetic conversations, a sample per assistant turn, with lengths as ShareGPT has them (3.8 turns on average, some 400
 tokens each, cut at 4,096: 1,100 tokens per sample, 2.8 times as many as there are distinct prefixes), in the order of
 the input; ``--system`` puts one system prompt of that many tokens before all. Rows are 32 KiB, shards 512 MiB. Each
-size runs in a process of its own. Seconds are those of the planner: what the samples take to be made is left out.
+size runs in a process of its own. Seconds are those of the planner, from tokenized samples to the plan that was written
+and read back: what the samples take to be made (here random numbers, else chat template and tokenizer) is left out.
+``peak_mib`` is the resident memory of the whole process. Needs 7 GB of temporary files for 1,000,000 samples.
 """
 
 from __future__ import annotations
@@ -108,18 +110,25 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(int(options.samples), options.system, not options.off)))
         return
+    sizes(options.samples.split(","), system=options.system, share=not options.off)
+
+
+def sizes(counts: list[str], *, system: int, share: bool) -> list[dict[str, Any]]:
+    """Measure each size in a process of its own, print the figures and keep them."""
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"runs": []}
-    for count in options.samples.split(","):
+    found = []
+    for count in counts:
         words = [sys.executable, "-m", "benchmarks.planner", "--one", "--samples", count]
-        words += ["--system", str(options.system), *(["--off"] if options.off else [])]
+        words += ["--system", str(system), *([] if share else ["--off"])]
         done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        print(json.dumps(found), flush=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        print(json.dumps(found[-1]), flush=True)
         same = ("samples", "system", "share_prefixes")
-        runs = [run for run in known["runs"] if any(run[name] != found[name] for name in same)]
-        key = [found | {"date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "cpu": platform.machine()}]
+        runs = [run for run in known["runs"] if any(run[name] != found[-1][name] for name in same)]
+        key = [found[-1] | {"date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "cpu": platform.machine()}]
         known["runs"] = sorted(runs + key, key=lambda run: [run[name] for name in same])
         RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    return found
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def engine_spec(
         load_format=settings.load_format,
         capture=settings.capture,
         buffer_bytes=sizes.buffer_bytes,
-        writer_threads=settings.writer_threads or max(2, min(4, cpus() // 4)),
+        writer_threads=settings.writer_threads or max(2, min(8, cpus() // 2)),
         prefix_caching=shares,
         extra=settings.extra,
     )

@@ -18,13 +18,15 @@ from torch.utils.data import Dataset
 from extract_core.errors import CorruptDataError, SettingsError, StoreError
 from extract_core.store import layout
 from extract_core.store.encoding import NONE
-from extract_core.store.index import read_index
+from extract_core.store.index import open_index
+from extract_core.store.indexparts import IndexParts
 from extract_core.store.norms import StoredNorm, read_norm
 from extract_core.store.shard import ShardReader
 from extract_core.store.tags import open_ref, tagged_version
 from extract_core.store.versions import read_manifest
 
 _OPEN_SHARDS = 64
+_COLUMNS = ["sample_id", "token_ids", "loss_mask", "segments"]
 
 
 class HiddenStatesDataset(Dataset[dict[str, Any]]):
@@ -33,7 +35,9 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     An item is a dict of ``input_ids`` int64 ``[N]``, ``loss_mask`` int64 ``[N]``, ``hidden_states`` ``[N, L, H]`` and
     ``sample_id``. ``layer_ids`` names the layers; the last block's, n, is before the final norm: ``final_norm`` has
     that. On a local root the states of a sample that is stored in one piece share the file's pages (writing to them
-    never changes the file). Safe in DataLoader workers, forked or spawned.
+    never changes the file). Safe in DataLoader workers, forked or spawned. A large index is read by parts, each checked
+    against its checksum, so that opening a version takes no longer for many samples than for few; ``index`` is a table
+    or, of a large one, ``IndexParts``.
 
     Args:
         root: folder or URL, also ``ROOT@VERSION`` and ``ROOT@TAG``.
@@ -47,7 +51,8 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     Raises:
         SettingsError: no such split or layer.
         StoreError: no such version.
-        CorruptDataError: manifest or index are damaged; from an item: its rows are, with shard and sample named.
+        CorruptDataError: manifest or index are damaged; from an item: its rows are, with shard and sample named, or the
+            part of a large index that it is in.
     """
 
     def __init__(
@@ -76,10 +81,10 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         self._dtype, self._verify = dtype, verify
         self._sizes = {shard.sha256: shard.nbytes for shard in self.manifest.shards}
         self._format = self.manifest.row_format
-        self.index = self._choose(read_index(self.root, self.manifest), split)
+        self.index = self._choose(open_index(self.root, self.manifest), split)
         self._start()
 
-    def _choose(self, table: pa.Table, split: str | None) -> pa.Table:
+    def _choose(self, table: pa.Table | IndexParts, split: str | None) -> pa.Table | IndexParts:
         if split is None:
             return table
         chosen = table.filter(pc.equal(table.column("split"), split))
@@ -89,11 +94,12 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         return chosen
 
     def _start(self) -> None:
+        self._rows = self.index.select(_COLUMNS) if isinstance(self.index, pa.Table) else self.index
         self._shards: OrderedDict[str, ShardReader] = OrderedDict()
         self._seen = np.zeros(self.index.num_rows, dtype=bool)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_shards", "_seen")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_shards", "_seen", "_rows")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,7 +130,8 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         if not -count <= position < count:
             raise IndexError(f"sample {position} of {count}")
         position %= count
-        row = {name: self.index.column(name)[position] for name in ("sample_id", "token_ids", "loss_mask", "segments")}
+        one = self._rows.slice(position, 1)
+        row = {name: one.column(name)[0] for name in _COLUMNS}
         sample, segments = row["sample_id"].as_py(), row["segments"].as_py()
         self._check_row(sample, row, segments)
         check = self._verify and not self._seen[position]

@@ -320,7 +320,7 @@ class EngineSettings(_Section):
         ),
     )
     writer_threads: int | None = Field(
-        None, ge=1, le=32, description="Threads that write rows; default: a quarter of the CPUs, 2 to 4."
+        None, ge=1, le=32, description="Threads that write rows; default: half of the CPUs, 2 to 8."
     )
     start_timeout_s: float = Field(
         900,

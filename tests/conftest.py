@@ -6,6 +6,8 @@ Unit tests need neither model nor chats; a test that asks for ``demo_model`` is 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from examples.demo import prepare
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A Prefect home of this process, before Prefect is imported: files that run at once must not share a database."""
+    home = os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="coresample-prefect-")
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,6 +65,21 @@ def sharegpt(demo_dir: Path) -> Callable[[int], Path]:
         return path
 
     return make
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that may take longest come first where several run at once (``JOBS=2``), so that none is left for the end.
+
+    Their own time limits say which; files and the tests of a file keep their order otherwise.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    limits: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0.0), float(marker.args[0]) if marker else 0.0)
+    items.sort(key=lambda item: -limits[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

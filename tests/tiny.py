@@ -46,13 +46,18 @@ def write_chats(path: Path, count: int, *, seed: int = 0, words: int = 60) -> Pa
 
 
 def write_job(path: Path, *, model: Path, chats: Path, root: Path, **sections: object) -> Path:
-    """A job file (JSON is YAML) for a tiny model."""
+    """A job file (JSON is YAML) for a tiny model.
+
+    Without the self-test's Hugging Face forward, which costs more than the rest of a tiny job; tests/integration/engine
+    and jobs on the demo's model have it.
+    """
     job = {
         "root": str(root),
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"path": str(chats)},
         "layers": [1, 2, 4],
         "engine": {"kv_cache_bytes": "256MiB", "max_num_batched_tokens": 256, "max_num_seqs": 8},
+        "preflight": {"reference": "never"},
         "store": {"shard_bytes": "2MiB"},
         **sections,
     }

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from extract_core.chat import Dropped, Sample, Tally
@@ -23,10 +24,20 @@ from extract_core.errors import AlreadyExistsError, CorruptDataError
 from extract_core.planning.base import FREE, NOTHING, Base, Pins
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.planning.model import canonical_digest
-from extract_core.planning.plan import CHECKSUM, PLAN_SCHEMA, Plan, PlanMeta, PlannedShard, file_digest, load_plan
+from extract_core.planning.plan import (
+    CHECKSUM,
+    PLAN_SCHEMA,
+    Plan,
+    PlanMeta,
+    PlannedShard,
+    file_digest,
+    load_plan,
+    segments_array,
+    segments_column,
+)
 from extract_core.planning.prefixes import (
+    FlatLayout,
     Ints,
-    ShardLayout,
     along_trie,
     into_shards,
     lay_out,
@@ -42,6 +53,12 @@ MOST_SAMPLES = 20_000
 """Samples of one shard at most: its commit record lists each of them and is one small object."""
 MOST_TOKENS = 2**26
 """Tokens of all samples of one shard at most, shared ones counted for each: they are in memory at once."""
+# Row groups are small: dictionaries, statistics and a strong compression of the small columns would cost more than they
+# save, and dictionaries of token ids would hide from zstd that shared prefixes are repeated.
+_LARGE = ("token_ids.list.element", "loss_mask.list.element")
+_LEAVES = [f"segments.list.element.{part}" for part in ("first_row", "rows")]
+_COMPRESSION = dict.fromkeys([*PLAN_SCHEMA.names, *_LEAVES], "snappy") | dict.fromkeys(_LARGE, "zstd")
+_WAITING = 2  # tables of shards that wait for the thread that writes them
 
 
 def make_plan(
@@ -71,28 +88,33 @@ def make_plan(
         InputDataError: no usable sample; names the first row and the counts by reason.
         CorruptDataError: the commit records beside the plan are not of these samples.
     """
-    counts, tally = _Counts(), Tally()
+    tally, seen, supervised = Tally(), set[str](), 0
     grouping = _Grouping(base, pinned)
     with tempfile.TemporaryDirectory(prefix="coresample-plan-") as name:
         folder = Path(name)
         parquet, dropped = folder / "plan.parquet", folder / "dropped.jsonl"
-        spool = SampleSpool(folder)
-        with dropped.open("w", encoding="utf-8") as drops:
-            for item in items:
-                tally.add(item)
-                if isinstance(item, Dropped):
-                    drops.write(_drop_line(item))
-                elif item.sample_id in counts.ids:
-                    drops.write(_duplicate_line(item))
-                else:
-                    grouping.add(item.sample_id, spool.add(item))
-                    counts.add(item)
-        spool.close()
-        tally.raise_if_unusable()
-        new = _new_shards(spool, grouping.new, max(1, shard_bytes // spec.row_bytes), share=spec.shares)
-        pieces = grouping.pieces(new, f"{root.url}/{layout.commits_dir(spec.fingerprint)}")
-        shards, computed = _write(parquet, spool, pieces, share=spec.shares)
-        meta = counts.meta(spec, tally, shards, computed, file_digest(parquet), base.digest)
+        with SampleSpool(folder) as spool:
+            with dropped.open("w", encoding="utf-8") as drops:
+                for item in items:
+                    tally.add(item)
+                    if isinstance(item, Dropped):
+                        drops.write(_drop_line(item))
+                    elif (sample_id := item.sample_id) in seen:
+                        drops.write(_duplicate_line(item))
+                    else:
+                        seen.add(sample_id)
+                        grouping.add(sample_id, spool.add(item))
+                        supervised += int(np.count_nonzero(item.loss_mask))
+            del seen
+            spool.close()
+            tally.raise_if_unusable()
+            new = _new_shards(spool, grouping.new, max(1, shard_bytes // spec.row_bytes), share=spec.shares)
+            pieces = grouping.pieces(new, f"{root.url}/{layout.commits_dir(spec.fingerprint)}")
+            shards, computed = _write(parquet, spool, pieces, share=spec.shares)
+            digest = file_digest(parquet)
+            meta = _meta(
+                spec, tally, spool, shards, computed=computed, supervised=supervised, digest=digest, base=base.digest
+            )
         _publish_plan(root, meta, parquet, dropped, exact=not pinned.places)
     plan = load_plan(root, meta.fingerprint)
     assert plan is not None
@@ -179,37 +201,40 @@ def _split(rest: list[_Piece], where: str) -> None:
     rest[at : at + 1] = [piece.part(0, half), piece.part(half, whole)]
 
 
-def _laid_out(spool: SampleSpool, piece: _Piece, *, share: bool) -> ShardLayout:
+def _laid_out(spool: SampleSpool, piece: _Piece, *, share: bool) -> tuple[pa.ListArray, int, int]:
+    """The column of segments of a shard, its rows, and how many tokens an engine computes for it."""
+    made: FlatLayout
     if not share:
-        return one_after_another(spool.lengths[piece.samples])
-    if piece.common is not None:
-        return along_trie(spool.lengths[piece.samples].tolist(), piece.common.tolist())
-    return lay_out(spool.sequences(piece.samples), share=True)
+        made = one_after_another(spool.lengths[piece.samples])
+    elif piece.common is not None:
+        made = along_trie(spool.lengths[piece.samples].tolist(), piece.common.tolist())
+    else:
+        whole = lay_out(spool.sequences(piece.samples), share=True)
+        return segments_array(whole.segments), whole.rows, whole.computed
+    return segments_column(made.firsts, made.counts, made.sizes), made.rows, made.computed
 
 
 def _write(parquet: Path, spool: SampleSpool, pieces: list[_Piece], *, share: bool) -> tuple[list[PlannedShard], int]:
-    """One row group per shard; also how many tokens an engine computes for all."""
+    """One row group per shard, written beside the work on the next ones; also how many tokens an engine computes."""
     shards, computed = [], 0
-    # Dictionaries would hide from zstd that shared prefixes are repeated.
-    plain = ("token_ids", "loss_mask", "segments", "sample_id")
-    few = [name for name in PLAN_SCHEMA.names if name not in plain]
     with (
-        pq.ParquetWriter(parquet, PLAN_SCHEMA, compression="zstd", use_dictionary=few, write_statistics=few) as writer,
+        pq.ParquetWriter(
+            parquet, PLAN_SCHEMA, compression=_COMPRESSION, use_dictionary=False, write_statistics=False
+        ) as writer,
         ThreadPoolExecutor(1, "plan-writer") as beside,
     ):
-        waiting: Future[None] | None = None
+        waiting: deque[Future[None]] = deque()
         for index, piece in enumerate(pieces):
-            made = _laid_out(spool, piece, share=share)
-            table = spool.table(piece.samples, index, made.segments)
-            spool.release()
-            if waiting is not None:
-                waiting.result()
-            waiting = beside.submit(writer.write_table, table)
-            count = len(piece.samples)
-            shards.append(PlannedShard(index=index, rows=made.rows, samples=count, source=piece.source))
-            computed += made.computed
-        if waiting is not None:
-            waiting.result()
+            segments, rows, tokens = _laid_out(spool, piece, share=share)
+            table = spool.table(piece.samples, index, segments)
+            if len(waiting) == _WAITING:
+                waiting.popleft().result()
+            waiting.append(beside.submit(writer.write_table, table))
+            shards.append(PlannedShard(index=index, rows=rows, samples=len(piece.samples), source=piece.source))
+            computed += tokens
+        spool.release()
+        for one in waiting:
+            one.result()
     return shards, computed
 
 
@@ -232,49 +257,40 @@ def _publish_plan(root: Root, meta: PlanMeta, parquet: Path, dropped: Path, *, e
             ) from taken
 
 
-class _Counts:
-    """What the plan knows of its distinct samples, beyond the tally of everything read."""
-
-    def __init__(self) -> None:
-        self.tokens = self.supervised = self.truncated = self.longest = 0
-        self.ids: set[str] = set()
-        self.methods: Counter[str] = Counter()
-        self.lengths: Counter[int] = Counter()
-
-    def add(self, sample: Sample) -> None:
-        n = len(sample.token_ids)
-        self.ids.add(sample.sample_id)
-        self.tokens += n
-        self.supervised += int(np.count_nonzero(sample.loss_mask))
-        self.truncated += sample.truncated
-        self.methods[sample.mask_method] += 1
-        self.lengths[(n - 1).bit_length()] += 1
-        self.longest = max(self.longest, n)
-
-    def meta(
-        self, spec: JobSpec, tally: Tally, shards: list[PlannedShard], computed: int, digest: str, base: str
-    ) -> PlanMeta:
-        return PlanMeta(
-            fingerprint=spec.fingerprint,
-            spec=spec.document,
-            plan_sha256=digest,
-            row_bytes=spec.row_bytes,
-            shards=shards,
-            input=tally.candidates,
-            samples=len(self.ids),
-            tokens=self.tokens,
-            rows=sum(shard.rows for shard in shards),
-            computed=computed,
-            supervised_tokens=self.supervised,
-            truncated=self.truncated,
-            duplicates=tally.samples - len(self.ids),
-            dropped={reason.value: count for reason, count in sorted(tally.dropped.items())},
-            malformed=tally.malformed,
-            mask_methods=dict(sorted(self.methods.items())),
-            length_histogram={str(2**power): count for power, count in sorted(self.lengths.items())},
-            longest=self.longest,
-            base=base,
-        )
+def _meta(
+    spec: JobSpec,
+    tally: Tally,
+    spool: SampleSpool,
+    shards: list[PlannedShard],
+    *,
+    computed: int,
+    supervised: int,
+    digest: str,
+    base: str,
+) -> PlanMeta:
+    """What the plan says of its distinct samples, and of everything that was read."""
+    powers, counts = np.unique(np.ceil(np.log2(spool.lengths)).astype(int), return_counts=True)
+    return PlanMeta(
+        fingerprint=spec.fingerprint,
+        spec=spec.document,
+        plan_sha256=digest,
+        row_bytes=spec.row_bytes,
+        shards=shards,
+        input=tally.candidates,
+        samples=len(spool.lengths),
+        tokens=int(spool.lengths.sum()),
+        rows=sum(shard.rows for shard in shards),
+        computed=computed,
+        supervised_tokens=supervised,
+        truncated=spool.truncated,
+        duplicates=tally.samples - len(spool.lengths),
+        dropped={reason.value: count for reason, count in sorted(tally.dropped.items())},
+        malformed=tally.malformed,
+        mask_methods=dict(sorted(spool.methods.items())),
+        length_histogram={str(2**power): count for power, count in zip(powers.tolist(), counts.tolist(), strict=True)},
+        longest=int(spool.lengths.max()),
+        base=base,
+    )
 
 
 def _drop_line(item: Dropped) -> str:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from extract_core.errors import CorruptDataError
 from extract_core.planning.fingerprint import JobSpec
 from extract_core.planning.model import canonical_digest
-from extract_core.planning.prefixes import Run, lay_out
+from extract_core.planning.prefixes import Ints, Run, lay_out
 from extract_core.store import layout
 from extract_core.store.records import Digest, ShardSource
 from extract_core.store.root import Root
@@ -182,10 +182,16 @@ def with_segments(table: pa.Table, segments: Sequence[Sequence[Run]]) -> pa.Tabl
 
 def segments_array(segments: Sequence[Sequence[Run]]) -> pa.ListArray:
     """The column of these segments."""
-    offsets = np.concatenate(([0], np.cumsum([len(runs) for runs in segments]))).astype(np.int32)
     numbers = chain.from_iterable(chain.from_iterable(segments))
     runs = np.fromiter(numbers, dtype=np.int64).reshape(-1, 2)
-    parts = [pa.array(np.ascontiguousarray(column)) for column in (runs[:, 0], runs[:, 1])]
+    sizes = np.array([len(runs) for runs in segments], dtype=np.int64)
+    return segments_column(np.ascontiguousarray(runs[:, 0]), np.ascontiguousarray(runs[:, 1]), sizes)
+
+
+def segments_column(first: Ints, count: Ints, sizes: Ints) -> pa.ListArray:
+    """The column of segments that are end to end, ``sizes`` of each sample (``prefixes.FlatLayout``)."""
+    offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+    parts = [pa.array(first), pa.array(count)]
     values = pa.StructArray.from_arrays(parts, fields=list(SEGMENTS_TYPE.value_type))
     return pa.ListArray.from_arrays(offsets, values)
 

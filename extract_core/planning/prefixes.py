@@ -14,21 +14,23 @@ common way) alone.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
 MIN_SHARED = 16
 """Tokens of a block of the engine's prefix cache: samples that have fewer in common share no rows."""
 
-_WIDTH = 64  # tokens compared at a time, beyond the first MIN_SHARED
-_BATCH = 2**12  # samples looked at before the pages of their tokens are released; each maps up to 64 KiB of a file
+_NARROWEST, _WIDEST = 64, 512  # tokens of a sample compared at a time: few at first, twice as many in each round
+_CHUNK = 2**19  # tokens held at a time to be compared
+_LOOKED = 2**12  # samples looked at before the pages of their tokens are released; each maps up to 64 KiB of a file
+_BLOCK = 2**24  # tokens of families that are sorted together
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Run = tuple[int, int]
@@ -57,7 +59,8 @@ def lay_out(sequences: Sequence[Any], *, share: bool) -> ShardLayout:
     """
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     if not share:
-        return one_after_another(lengths)
+        made = one_after_another(lengths)
+        return ShardLayout(made.segments, made.rows, made.computed)
     flat = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in sequences]) if len(sequences) else np.empty(0)
     order, common = trie_order(flat, np.cumsum(lengths) - lengths, lengths)
     made = along_trie(lengths[order].tolist(), common.tolist())
@@ -67,15 +70,30 @@ def lay_out(sequences: Sequence[Any], *, share: bool) -> ShardLayout:
     return ShardLayout(segments, made.rows, made.computed)
 
 
-def one_after_another(lengths: Ints) -> ShardLayout:
+class FlatLayout(NamedTuple):
+    """A ``ShardLayout`` as arrays: first row and rows of all segments, end to end, and how many each sample has."""
+
+    firsts: Ints
+    counts: Ints
+    sizes: Ints
+    rows: int
+    computed: int
+
+    @property
+    def segments(self) -> list[list[Run]]:
+        """Those of each sample."""
+        found = iter(zip(self.firsts.tolist(), self.counts.tolist(), strict=True))
+        return [list(islice(found, size)) for size in self.sizes.tolist()]
+
+
+def one_after_another(lengths: Ints) -> FlatLayout:
     """The layout of samples that share nothing."""
     stops = np.cumsum(lengths)
     total = int(stops[-1]) if len(stops) else 0
-    segments = [[(stop - count, count)] for stop, count in zip(stops.tolist(), lengths.tolist(), strict=True)]
-    return ShardLayout(segments, total, total)
+    return FlatLayout(stops - lengths, lengths, np.ones_like(lengths), total, total)
 
 
-def along_trie(lengths: Iterable[int], common: Iterable[int]) -> ShardLayout:
+def along_trie(lengths: Iterable[int], common: Iterable[int]) -> FlatLayout:
     """The layout of samples in the order of ``trie_order``.
 
     Args:
@@ -84,7 +102,9 @@ def along_trie(lengths: Iterable[int], common: Iterable[int]) -> ShardLayout:
     """
     rows = computed = 0
     path: list[tuple[int, int, int]] = []  # of the sample before: depth, first row, rows
-    paths: list[list[tuple[int, int, int]]] = []
+    firsts: list[int] = []
+    counts: list[int] = []
+    sizes: list[int] = []
     cuts: set[int] = set()
     ends: list[int] = []
     for length, same in zip(lengths, common, strict=True):
@@ -99,11 +119,12 @@ def along_trie(lengths: Iterable[int], common: Iterable[int]) -> ShardLayout:
         if length > depth:
             path.append((depth, rows, length - depth))
             rows += length - depth
-        computed += length - (min(same, length - 1) // MIN_SHARED * MIN_SHARED if paths else 0)
-        paths.append(path)
+        computed += length - (min(same, length - 1) // MIN_SHARED * MIN_SHARED if sizes else 0)
+        firsts += [first for _, first, _ in path]
+        counts += [count for _, _, count in path]
+        sizes.append(len(path))
         ends.append(length)
-    at = sorted(cuts)
-    return ShardLayout([_nodes(path, at) for path in paths], rows, computed)
+    return FlatLayout(*_cut(firsts, counts, sizes, cuts), rows, computed)
 
 
 def _shared(ends: list[int], same: int) -> int:
@@ -116,15 +137,21 @@ def _shared(ends: list[int], same: int) -> int:
     return depth if depth >= MIN_SHARED else 0
 
 
-def _nodes(path: list[tuple[int, int, int]], cuts: list[int]) -> list[Run]:
-    nodes = []
-    for _, first, rows in path:
-        start, stop = bisect_right(cuts, first), bisect_left(cuts, first + rows)
-        if start == stop:
-            nodes.append((first, rows))
-        else:
-            nodes += [(a, b - a) for a, b in pairwise([first, *cuts[start:stop], first + rows])]
-    return nodes
+def _cut(firsts: list[int], counts: list[int], sizes: list[int], cuts: set[int]) -> tuple[Ints, Ints, Ints]:
+    """Runs of rows of samples, as arrays, with those that have cuts inside as several."""
+    first, count, size = (np.array(values, dtype=np.int64) for values in (firsts, counts, sizes))
+    if not cuts:
+        return first, count, size
+    at = np.array(sorted(cuts), dtype=np.int64)
+    start, stop = np.searchsorted(at, first, side="right"), np.searchsorted(at, first + count)
+    parts = stop - start + 1
+    ends = np.cumsum(parts)
+    number = np.arange(ends[-1]) - np.repeat(ends - parts, parts)  # of a part in its run
+    inside = np.repeat(start, parts) + number
+    begins = np.where(number == 0, np.repeat(first, parts), at[np.maximum(inside - 1, 0)])
+    last = np.repeat(parts, parts) == number + 1
+    stops = np.where(last, np.repeat(first + count, parts), at[np.minimum(inside, len(at) - 1)])
+    return begins, stops - begins, np.add.reduceat(parts, np.cumsum(size) - size)
 
 
 def fused(segments: Sequence[Sequence[Run]]) -> list[list[Run]]:
@@ -236,77 +263,132 @@ def trie_order(
         the samples' numbers in that order, and for each the tokens in common with the one before it (0 where a family
         begins).
     """
-    order, common = _lexicographic(ids, starts, lengths, release)
-    if not len(order):
-        return order, common
-    begins = common < MIN_SHARED
-    begins[0] = True
-    common[begins] = 0
-    first = np.minimum.reduceat(order, np.flatnonzero(begins))
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    families = np.argsort(rank[np.cumsum(begins) - 1], kind="stable")
-    return order[families], common[families]
-
-
-def _lexicographic(
-    ids: np.ndarray[Any, Any], starts: Ints, lengths: Ints, release: Callable[[], None]
-) -> tuple[Ints, Ints]:
-    """Sorts by the first tokens, then those that are tied by the next ones, and so on."""
-    count = len(starts)
-    order, common = np.arange(count), np.zeros(count, dtype=np.int64)
-    tied, group = np.arange(count), np.zeros(count, dtype=np.int64)
-    depth, width = 0, MIN_SHARED
-    while len(tied):
-        who = order[tied]
-        chunk = _chunk(ids, starts[who] + depth, lengths[who] - depth, width, release)
-        together = group[1:] == group[:-1]
-        keys = chunk.view(f"S{4 * width}").ravel()
-        if not bool((keys[1:] == keys[:-1])[together].all()):
-            by = np.lexsort((keys, group))  # groups stay where they are
-            who, chunk = who[by], chunk[by]
-            order[tied] = who
-        del keys
-        equal = _leading(chunk)
-        left = np.minimum(lengths[who[1:]], lengths[who[:-1]]) - depth
-        common[tied[1:][together]] = depth + np.minimum(equal, left)[together]
-        more = together & (equal == width) & (chunk[1:, -1] != 0)
-        beside = np.concatenate((more, [False])) | np.concatenate(([False], more))
-        group = np.cumsum(~np.concatenate(([False], more)))[beside]
-        tied = tied[beside]
-        depth, width = depth + width, _WIDTH
+    tokens = _Tokens(ids, starts, lengths, release)
+    family = _first_of_family(tokens)
+    order = np.argsort(family, kind="stable")
+    common = np.zeros(len(order), dtype=np.int64)
+    family = family[order]
+    begins = np.flatnonzero(np.diff(family, prepend=-1))
+    before = (np.cumsum(lengths[order]) - lengths[order])[begins] // _BLOCK
+    blocks = begins[np.flatnonzero(np.diff(before, prepend=-1))].tolist()
+    for start, stop in pairwise([*blocks, len(order)]):
+        _sort(tokens, order[start:stop], common[start:stop], family[start:stop])
     return order, common
 
 
-def _chunk(
-    ids: np.ndarray[Any, Any], starts: Ints, left: Ints, width: int, release: Callable[[], None]
-) -> np.ndarray[Any, Any]:
-    """The next ``width`` tokens of some samples as big-endian numbers above 0; 0 where a sample has none left.
+class _Tokens:
+    """Token ids of samples, looked at a few at a time."""
 
-    Their bytes sort as the tokens do.
+    def __init__(self, ids: np.ndarray[Any, Any], starts: Ints, lengths: Ints, release: Callable[[], None]):
+        self.lengths = lengths
+        self._ids, self._starts, self._release, self._looked = ids, starts, release, 0
+
+    def chunk(self, who: Ints, depth: Ints, width: int) -> np.ndarray[Any, Any]:
+        """int32 ``[len(who), width]``: the tokens of some samples from a depth on, -1 where a sample has none left."""
+        starts, left, steps = self._starts[who] + depth, self.lengths[who] - depth, np.arange(width)
+        last = len(self._ids) - width
+        if last >= 0:
+            found = sliding_window_view(self._ids, width)[np.minimum(starts, last)].astype(np.int32, copy=False)
+        else:
+            found = np.empty((len(who), width), dtype=np.int32)
+        behind = np.flatnonzero(starts > last)
+        found[behind] = self._ids[np.minimum(starts[behind, None] + steps, len(self._ids) - 1)]
+        short = np.flatnonzero(left < width)
+        found[short] = np.where(steps < left[short, None], found[short], np.int32(-1))
+        self._looked += len(who)
+        if self._looked >= _LOOKED:
+            self._looked = 0
+            self._release()
+        return found
+
+    def compare(self, who: Ints, depth: Ints, width: int) -> tuple[Ints, np.ndarray[Any, Any]]:
+        """Each sample but the first and the one before it, from a depth on: equal tokens, at most ``width`` (what is
+        behind the end of both counts), and whether it sorts before that one.
+        """
+        equal = np.empty(max(len(who) - 1, 0), dtype=np.int64)
+        falls = np.empty(len(equal), dtype=bool)
+        step = min(_LOOKED, _CHUNK // width)
+        for at in range(0, len(equal), step):
+            part = self.chunk(who[at : at + step + 1], depth[at : at + step + 1], width)
+            differs = part[1:] != part[:-1]
+            row, column = np.arange(len(differs)), differs.argmax(axis=1)
+            equal[at : at + step] = np.where(differs[row, column], column, width)
+            falls[at : at + step] = part[row + 1, column] < part[row, column]
+        return equal, falls
+
+
+def _first_of_family(tokens: _Tokens) -> Ints:
+    """For each sample the number of the first one that has its first ``MIN_SHARED`` tokens; its own if it has fewer."""
+    family = np.arange(len(tokens.lengths))
+    many = np.flatnonzero(tokens.lengths >= MIN_SHARED)
+    if not len(many):
+        return family
+    heads = np.empty((len(many), MIN_SHARED), dtype=np.int32)
+    for at in range(0, len(many), _LOOKED):
+        part = many[at : at + _LOOKED]
+        heads[at : at + _LOOKED] = tokens.chunk(part, np.zeros_like(part), MIN_SHARED)
+    keys = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(heads.itemsize * MIN_SHARED), len(many), [None, pa.py_buffer(heads)]
+    )
+    codes = keys.dictionary_encode().indices.to_numpy()
+    first = np.empty(int(codes.max()) + 1, dtype=np.int64)
+    first[codes[::-1]] = many[::-1]  # of equal places the last value stays: that of the first sample
+    family[many] = first[codes]
+    return family
+
+
+def _sort(tokens: _Tokens, order: Ints, common: Ints, family: Ints) -> None:
+    """Sort the samples of some families, in place, and say what each has in common with the one before it.
+
+    In each round samples that are still tied, group by group, are compared with their neighbours; only groups that are
+    not in order already are sorted, by the first tokens in which they differ.
     """
-    result = np.zeros((len(starts), width), dtype=">u4")
-    steps = np.arange(width)
-    windows = sliding_window_view(ids, width) if len(ids) >= width else ids[:0, None]
-    for at in range(0, len(starts), _BATCH):
-        some, rest = starts[at : at + _BATCH], left[at : at + _BATCH]
-        whole = np.flatnonzero(rest >= width)
-        result[at + whole] = windows[some[whole]].astype(np.uint32) + np.uint32(1)
-        part = np.flatnonzero(rest < width)
-        places, inside = some[part, None] + steps, steps < rest[part, None]
-        values = np.zeros(places.shape, dtype=np.uint32)
-        values[inside] = ids[places[inside]].astype(np.uint32) + np.uint32(1)
-        result[at + part] = values
-        release()
-    return result
+    tied = np.flatnonzero(_beside(family[1:] == family[:-1]))
+    group, depth, width = family[tied], np.full(len(tied), MIN_SHARED), _NARROWEST
+    while len(tied):
+        who = order[tied]
+        together = group[1:] == group[:-1]
+        equal, falls = tokens.compare(who, depth, width)
+        size = np.full(len(who), width)
+        if bool((falls & together).any()):
+            _sort_groups(tokens, who, depth, together, equal, falls, size)
+            order[tied] = who
+        lengths = tokens.lengths[who]
+        left = np.minimum(lengths[1:], lengths[:-1]) - depth[1:]
+        common[tied[1:][together]] = (depth[1:] + np.minimum(equal, left))[together]
+        more = together & (equal == size[1:]) & (left >= size[1:])
+        beside = _beside(more)
+        group = np.cumsum(~np.concatenate(([False], more)))[beside]
+        tied, depth = tied[beside], (depth + size)[beside]
+        width = min(2 * width, _WIDEST)
 
 
-def _leading(chunk: np.ndarray[Any, Any]) -> Ints:
-    """Equal leading tokens of each row and the row before it, for all rows but the first."""
-    width = chunk.shape[1]
-    result = np.empty(max(len(chunk) - 1, 0), dtype=np.int64)
-    for at in range(0, len(result), _BATCH):
-        part = chunk[at : at + _BATCH + 1]
-        differs = part[1:] != part[:-1]
-        result[at : at + _BATCH] = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
-    return result
+def _beside(pairs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Which are in one of these pairs of neighbours."""
+    return np.concatenate((pairs, [False])) | np.concatenate(([False], pairs))
+
+
+def _sort_groups(
+    tokens: _Tokens,
+    who: Ints,
+    depth: Ints,
+    together: np.ndarray[Any, Any],
+    equal: Ints,
+    falls: np.ndarray[Any, Any],
+    size: Ints,
+) -> None:
+    """Sort the groups that are not in order, in place, with what they have in common and how many tokens that is of."""
+    begins = np.concatenate(([True], ~together))
+    first, number = np.flatnonzero(begins), np.cumsum(begins) - 1
+    wrong = np.logical_or.reduceat(np.concatenate(([False], falls & together)), first)
+    agreed = np.minimum.reduceat(np.concatenate((size[:1], np.where(together, equal, size[1:]))), first)
+    rows = np.flatnonzero(wrong[number])
+    number, skip = number[rows], agreed[number[rows]]
+    at = who[rows]
+    keys = (tokens.chunk(at, depth[rows] + skip, MIN_SHARED).view(np.uint32) + np.uint32(1)).astype(">u4")
+    by = np.lexsort((keys.view(f"S{4 * MIN_SHARED}").ravel(), number))  # bytes of such numbers sort as the tokens do
+    who[rows] = at = at[by]
+    same, _ = tokens.compare(at, depth[rows] + skip, MIN_SHARED)
+    pairs = number[1:] == number[:-1]
+    equal[rows[1:][pairs] - 1] = (skip[1:] + same)[pairs]
+    size[rows] = skip + MIN_SHARED

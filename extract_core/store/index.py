@@ -1,4 +1,8 @@
-"""The index of a version: a Parquet file with one row per sample, named by its digest."""
+"""The index of a version: a Parquet file with one row per sample, named by its digest.
+
+A small index is read whole and held against that digest. Of a large one only the parts are read that are asked for: its
+footer has checksums of itself and of every column chunk, so each part is checked when it is read.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ import hashlib
 import io
 import tempfile
 import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -16,6 +22,7 @@ import pyarrow.parquet as pq
 from extract_core.errors import CorruptDataError
 from extract_core.store import layout
 from extract_core.store.failures import failure
+from extract_core.store.indexparts import IndexParts, add_checksums, with_room_for_checksums
 from extract_core.store.layout import TEMP_PREFIX
 from extract_core.store.objects import read_object
 from extract_core.store.records import IndexRef, Manifest
@@ -52,41 +59,39 @@ INDEX_SCHEMA = pa.schema(
     ]
 )
 
-_ROWS_PER_GROUP = 4096
+_GROUP_SAMPLES, _GROUP_TOKENS = 4096, 2**17
+"""A row group at most (but for a single longer sample): what is read for one sample of a large index."""
+_LEAVES = len(INDEX_SCHEMA) - 1 + len(SEGMENT_TYPE)
+"""Columns of the file: the fields of a segment are one each."""
+_FEW_VALUES = ["source_file", "split", "mask_method", "segments.list.element.shard"]
+_WHOLE = 8 * 2**20
+"""Bytes up to which an index is read whole: some 7,000 samples of usual length."""
 
 
-def write_index(root: Root, samples: pa.Table) -> IndexRef:
+def write_index(root: Root, samples: pa.Table | Iterable[pa.Table]) -> IndexRef:
     """Store the index; durable on return.
 
     Args:
         root: the dataset root.
-        samples: the columns of ``INDEX_SCHEMA``, in any order; the order of rows is kept.
+        samples: the columns of ``INDEX_SCHEMA``, in any order; the order of rows is kept. Tables that come one after
+            the other are written as they come: what is in memory is a row group and the table at hand. The same samples
+            give the same file, however they are cut into tables.
 
     Raises:
         ValueError: a column is missing, of another type, or null where it may not be.
         NoSpaceError, StoreError: the file could not be written.
     """
-    unknown = sorted(set(samples.column_names) ^ set(INDEX_SCHEMA.names))
-    if unknown:
-        raise ValueError(f"index columns are missing or unknown: {unknown}")
-    table = samples.select(INDEX_SCHEMA.names)
-    for field in INDEX_SCHEMA:
-        if not field.nullable and table.column(field.name).null_count:
-            raise ValueError(f"index column {field.name!r} has empty values")
-    try:
-        table = table.cast(INDEX_SCHEMA)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ValueError(f"the index does not fit its schema: {error}") from error
+    tables = [samples] if isinstance(samples, pa.Table) else samples
     folder = root.local_path(layout.INDEXES) or Path(tempfile.gettempdir())
     root.check_inside(layout.index_path("0" * 64))
     temp = folder / f"{TEMP_PREFIX}{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, temp, compression="zstd", row_group_size=_ROWS_PER_GROUP)
+        rows = _write(temp, map(_fitting, tables))
         with temp.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = temp.stat().st_size
-        ref = IndexRef(path=layout.index_path(digest), sha256=digest, nbytes=size, rows=table.num_rows)
+        ref = IndexRef(path=layout.index_path(digest), sha256=digest, nbytes=size, rows=rows)
         root.put_file(temp, ref.path)
     except OSError as error:
         raise failure(error, "write index", str(temp)) from error
@@ -96,16 +101,83 @@ def write_index(root: Root, samples: pa.Table) -> IndexRef:
     return ref
 
 
+def _fitting(samples: pa.Table) -> pa.Table:
+    unknown = sorted(set(samples.column_names) ^ set(INDEX_SCHEMA.names))
+    if unknown:
+        raise ValueError(f"index columns are missing or unknown: {unknown}")
+    table = samples.select(INDEX_SCHEMA.names)
+    for field in INDEX_SCHEMA:
+        if not field.nullable and table.column(field.name).null_count:
+            raise ValueError(f"index column {field.name!r} has empty values")
+    try:
+        return table.cast(INDEX_SCHEMA)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"the index does not fit its schema: {error}") from error
+
+
+def _write(path: Path, tables: Iterable[pa.Table]) -> int:
+    rows = groups = 0
+    # Dictionaries would hide from zstd that shared prefixes are repeated; nobody looks for ids by their statistics.
+    with pq.ParquetWriter(
+        path, INDEX_SCHEMA, compression="zstd", use_dictionary=_FEW_VALUES, write_statistics=False
+    ) as writer:
+        for group in _groups(tables):
+            writer.write_table(group, row_group_size=max(1, group.num_rows))
+            rows, groups = rows + group.num_rows, groups + 1
+        writer.add_key_value_metadata(with_room_for_checksums(groups * _LEAVES))
+    add_checksums(path)
+    return rows
+
+
+def _groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The samples in row groups, each as full as it may be."""
+    held: list[pa.Table] = []
+    samples = tokens = 0
+    for table in tables:
+        lengths = pc.list_value_length(table.column("token_ids")).to_numpy().astype(np.int64)
+        ends, start = np.cumsum(lengths), 0
+        while start < len(ends):
+            before = int(ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(ends, before + _GROUP_TOKENS - tokens, side="right"))
+            stop = max(min(stop, start + _GROUP_SAMPLES - samples), start if held else start + 1)
+            if stop > start:
+                held.append(table.slice(start, stop - start))
+                samples, tokens, start = samples + stop - start, tokens + int(ends[stop - 1]) - before, stop
+            if start < len(ends):
+                yield pa.concat_tables(held)
+                held, samples, tokens = [], 0, 0
+    if held:
+        yield pa.concat_tables(held)
+
+
 def _with_empty_values(table: pa.Table) -> list[str]:
     """Columns that hold lists with nulls in them, which a schema cannot forbid without changing it."""
     found = []
-    for field in INDEX_SCHEMA:
-        if pa.types.is_list(field.type):
-            values = pc.list_flatten(table.column(field.name))
+    for name in table.column_names:
+        column = table.column(name)
+        if pa.types.is_list(column.type):
+            values = pc.list_flatten(column)
             parts = [values, *values.flatten()] if pa.types.is_struct(values.type) else [values]
             if any(part.null_count for part in parts):
-                found.append(field.name)
+                found.append(name)
     return found
+
+
+def open_index(root: Root, manifest: Manifest) -> pa.Table | IndexParts:
+    """The index of a version for looking things up: whole where it is small, else by parts, each checked when read.
+
+    Both have ``num_rows``, ``column(name)``, ``slice(position, count)`` and ``take(positions)``. A large index without
+    checksums of its parts, as older Coresamples wrote them, is read whole as well.
+
+    Raises:
+        CorruptDataError: it is missing, or differs from what the manifest says.
+    """
+    ref = manifest.index
+    if ref.nbytes > _WHOLE:
+        parts = IndexParts.open(root, ref, INDEX_SCHEMA, _refuse_empty, owner=f" of version {manifest.version}")
+        if parts is not None:
+            return parts
+    return read_index(root, manifest)
 
 
 def read_index(root: Root, manifest: Manifest) -> pa.Table:
@@ -124,8 +196,12 @@ def read_index(root: Root, manifest: Manifest) -> pa.Table:
         raise CorruptDataError(f"index {where} is not Parquet: {error}") from error
     if not table.schema.equals(INDEX_SCHEMA):
         raise CorruptDataError(f"index {where} has other columns than this Coresample expects: {table.schema.names}")
-    if empty := _with_empty_values(table):
-        raise CorruptDataError(f"index {where} has empty values inside {empty}; it is not an index of ours")
+    _refuse_empty(table, where)
     if table.num_rows != ref.rows:
         raise CorruptDataError(f"index {where} has {table.num_rows} samples, the manifest says {ref.rows}")
     return table
+
+
+def _refuse_empty(table: pa.Table, where: str) -> None:
+    if empty := _with_empty_values(table):
+        raise CorruptDataError(f"index {where} has empty values inside {empty}; it is not an index of ours")

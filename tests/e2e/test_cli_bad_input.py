@@ -10,7 +10,7 @@ import pytest
 from extract_core.job import prepare
 from tests.unit.cli.kit import BLOCKS, POSITIONS, coresample, make_chats, make_model, settings, tree, write_job
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]  # the limit of all: it is long, so that it comes early
 
 
 @pytest.fixture(scope="module")

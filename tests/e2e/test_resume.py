@@ -1,4 +1,7 @@
-"""A run killed with SIGKILL in mid-way, then run again: finished shards stay, nothing is lost, the result verifies."""
+"""A flow killed with SIGKILL in mid-way, then run again: finished shards stay, nothing is lost, the result verifies.
+
+The plain loop is killed by tests/faults/test_kills.py, at worse moments.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.slow, pytest.mark
 CHATS = 120
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory) -> Path:
-    return tiny.write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", CHATS)
-
-
 def coresample(*words: str, env: dict[str, str] | None = None) -> list[str]:
     return [sys.executable, "-m", "extract_core.cli", *words]
 
@@ -40,11 +38,11 @@ def commits(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.glob("plans/*/commits/*.json")}
 
 
-@pytest.mark.parametrize("flags", [["--no-prefect"], []], ids=["plain loop", "prefect flow"])
-def test_killed_and_run_again(flags: list[str], tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+def test_killed_and_run_again(tiny_model: Path, tmp_path: Path) -> None:
+    chats = tiny.write_chats(tmp_path / "chats.jsonl", CHATS)
     root = tmp_path / "root"
     job = tiny.write_job(tmp_path / "job.yaml", model=tiny_model, chats=chats, root=root, store={"shard_bytes": "1MiB"})
-    process = started(tmp_path, "run", str(job), *flags)
+    process = started(tmp_path, "run", str(job))
     deadline = time.monotonic() + 240
     while len(commits(root)) < 2:
         assert process.poll() is None, (tmp_path / "output").read_text()
@@ -59,7 +57,7 @@ def test_killed_and_run_again(flags: list[str], tiny_model: Path, chats: Path, t
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, f"processes outlive the run: {alive}"
 
-    again = started(tmp_path, "run", str(job), *flags)
+    again = started(tmp_path, "run", str(job))
     assert again.wait() == 0, (tmp_path / "output").read_text()
     after = commits(root)
     total = len(json.loads(next(root.glob("plans/*/plan.json")).read_text())["shards"])

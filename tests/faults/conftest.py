@@ -34,11 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
     elif record.journal().exists():
-        again = set(suite.values())
-        stay = [line for line in record.lines() if (line.get("module"), line["case"]) not in again]
-        record.journal().unlink()
-        for line in stay:
-            record.add(**line)
+        record.forget(set(suite.values()))
 
 
 def _key(item: pytest.Item) -> tuple[str, str]:
@@ -53,6 +49,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # of pytest-xdist: whoever started it writes the sums, once
     if not session.config.option.collectonly and record.lines():
         record.write()
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from extract_core.store import layout
+from extract_core.store.root import Root
 from tests import tiny
 from tests.faults import kit
 from tests.faults.proxy import FaultProxy, is_commit, is_manifest, is_part
@@ -45,8 +47,8 @@ class Moment:
 
 def moments() -> list[Moment]:
     """Seeded: the same moments each time."""
-    if not kit.full():  # no moment that needs an undisturbed run; the engine's deaths are those of test_kill.py
-        return [Moment("parent", "s3", "commit"), Moment("worker", "local", "commit")]
+    if not kit.full():  # the engine's deaths are those of test_kill.py, a flow's that of tests/e2e/test_resume.py
+        return [Moment("parent", "s3", "commit")]
     stop = [Moment("engine", "local", 0.85, "SIGSTOP"), Moment("engine", "local", 0.3, "SIGSTOP")]
     chance = random.Random(4)
     victims = ["engine", "parent", "worker", "engine", "parent", "guard"]
@@ -93,6 +95,12 @@ class Place:
 
     def start(self, *, prefect: bool):
         return self.case.start(*self.words, *([] if prefect else ["--no-prefect"]))
+
+    def commits(self) -> dict[str, bytes]:
+        """Commit records by path."""
+        root = Root.open(self.url, self.options)
+        folders = [f"{layout.PLANS}/{plan}/commits" for plan in root.list(layout.PLANS)]
+        return {f"{path}/{name}": root.read_bytes(f"{path}/{name}") for path in folders for name in root.list(path)}
 
     def settle(self) -> None:
         self.case.settled(self.url, self.options, rows=self.rows, spools=(self.spool,))
@@ -182,8 +190,10 @@ def test_killed_and_run_again(case, model, server, usual, moment: Moment) -> Non
         case.no_orphans()
     else:
         case.clear(outcome)
+    before = place.commits()
     again = case.clear(place_run(place, prefect))
     assert again.code == 0, again.text[-4000:]
+    assert before.items() <= place.commits().items(), "a committed shard was done again"
     place.settle()
     if place.proxy is not None:
         place.proxy.stop()

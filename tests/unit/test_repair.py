@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -295,6 +297,9 @@ def test_runs_that_replace_one_record_at_once(settings: JobSettings, job: Job) -
             try:
                 run(settings, salt=salt)
                 status = 0
+            except BaseException:
+                traceback.print_exc()  # a child's failure would be a bare exit status
+                sys.stderr.flush()
             finally:
                 os._exit(status)
         children.append(child)

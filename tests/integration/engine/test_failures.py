@@ -53,10 +53,19 @@ def spec(model: Path, **changes) -> EngineSpec:
     return EngineSpec(**{**base, **changes})
 
 
-@pytest.fixture
-def engine(tiny_model, tmp_path) -> Iterator[EngineSupervisor]:
-    with EngineSupervisor(spec(tiny_model), tmp_path / "logs", start_timeout_s=200, step_timeout_s=10) as supervisor:
+@pytest.fixture(scope="module")
+def supervisor(tiny_model, tmp_path_factory) -> Iterator[EngineSupervisor]:
+    logs = tmp_path_factory.mktemp("logs")
+    with EngineSupervisor(spec(tiny_model), logs, start_timeout_s=200, step_timeout_s=10) as supervisor:
         yield supervisor
+
+
+@pytest.fixture
+def engine(supervisor) -> EngineSupervisor:
+    """With a running engine: that of the test before, or, where that test brought it down, another."""
+    supervisor.ready()
+    supervisor.kills.clear()
+    return supervisor
 
 
 def job(folder: Path, *prompts: list[int], solo: list[str] | None = None) -> ShardJob:
@@ -66,7 +75,14 @@ def job(folder: Path, *prompts: list[int], solo: list[str] | None = None) -> Sha
 
 
 def group_of(pid: int) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter() if _group(p.pid) == pid and p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in psutil.process_iter() if _group(p.pid) == pid and not _ended(p)]
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _group(pid: int) -> int | None:
@@ -88,9 +104,24 @@ def gone(pid: int, within_s: float) -> bool:
 FINE = [[n, *range(20, 60)] for n in range(8)]
 
 
+def test_samples_the_engine_cannot_take_are_refused_by_name(engine, tmp_path):
+    done = engine.extract(job(tmp_path, *FINE, [1] * 200, [5, 512], [7, -1]), lambda progress: None)
+    assert {name: why.split(":")[0] for name, why in done.refused.items()} == {
+        "s8": "too_long",
+        "s9": "token_id_out_of_range",
+        "s10": "token_id_out_of_range",
+    }
+    assert len(done.greedy) == len(FINE)
+
+
+def test_missing_rows_are_never_kept(engine, tmp_path):
+    with pytest.raises(CaptureError, match="missing rows"):
+        engine.extract(job(tmp_path, *FINE, [saboteur.SHORT, 1, 2, 3]), lambda progress: None)
+
+
 def test_a_killed_engine_is_replaced(engine, tmp_path):
     engine.extract(job(tmp_path, *FINE), lambda progress: None)
-    pid = engine.ready().pid
+    pid, starts = engine.ready().pid, engine.starts
     with pytest.raises(EngineCrashedError, match="SIGKILL") as caught:
         engine.extract(job(tmp_path, *FINE, [saboteur.DIE, 1, 2]), lambda progress: None)
     assert gone(pid, 5)
@@ -98,11 +129,10 @@ def test_a_killed_engine_is_replaced(engine, tmp_path):
     assert str(caught.value.log_tail)
     done = engine.extract(job(tmp_path, *FINE), lambda progress: None)
     assert done.greedy == done.top1
-    assert engine.starts == 2
+    assert engine.starts == starts + 1
 
 
 def test_sigkill_from_outside_in_mid_shard(engine, tmp_path):
-    engine.ready()
     many = [[n % 250, *range(10, 180)] for n in range(60)]
     pid = engine.ready().pid
     victims = [
@@ -116,7 +146,6 @@ def test_sigkill_from_outside_in_mid_shard(engine, tmp_path):
 
 
 def test_a_hung_engine_is_killed_and_named(engine, tmp_path):
-    engine.ready()
     pid = engine.ready().pid
     with pytest.raises(EngineHungError, match="no sign of life from the engine for 10 s") as caught:
         engine.extract(job(tmp_path, [saboteur.HANG, 1, 2]), lambda progress: None)
@@ -137,21 +166,6 @@ def test_an_empty_assertion_shows_its_line_and_traceback(engine, tmp_path):
     assert set(report.versions) == {"vllm", "torch", "transformers"}
     assert report.settings["max_num_batched_tokens"] == 256 and report.settings["enforce_eager"] is True
     assert report.settings["extra"] == WORKER
-
-
-def test_missing_rows_are_never_kept(engine, tmp_path):
-    with pytest.raises(CaptureError, match="missing rows"):
-        engine.extract(job(tmp_path, *FINE, [saboteur.SHORT, 1, 2, 3]), lambda progress: None)
-
-
-def test_samples_the_engine_cannot_take_are_refused_by_name(engine, tmp_path):
-    done = engine.extract(job(tmp_path, *FINE, [1] * 200, [5, 512], [7, -1]), lambda progress: None)
-    assert {name: why.split(":")[0] for name, why in done.refused.items()} == {
-        "s8": "too_long",
-        "s9": "token_id_out_of_range",
-        "s10": "token_id_out_of_range",
-    }
-    assert len(done.greedy) == len(FINE)
 
 
 def test_an_engine_that_cannot_start_says_why(tiny_model, tmp_path):

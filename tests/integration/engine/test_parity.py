@@ -64,7 +64,8 @@ def test_one_at_a_time_gives_the_same_rows(engine_f32, many, hf_rows, sequences,
 
 
 def test_bfloat16_rows_are_close(engine_bf16, hf_rows, sequences, tmp_path, record_property):
-    """bfloat16 keeps 8 bits: single rows differ by percents, the direction hardly."""
+    """bfloat16 keeps 8 bits: single rows differ by percents, the direction hardly. Half of the chats: CPUs are slow."""
+    sequences, hf_rows = sequences[:16], hf_rows[:16]
     capture = run_job(engine_bf16, tmp_path, sequences)
     _complete(capture, sequences)
     assert _report("bfloat16, many chats in flight", capture, hf_rows, record_property) < 0.15

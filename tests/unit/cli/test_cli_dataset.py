@@ -111,7 +111,8 @@ def test_status_of_a_published_plan_whose_record_is_missing(made):
     assert plan["records_missing"] == 1 and plan["seconds_left"] is None and plan["rows_open"] == 0
     text = call("status", root.url)
     assert "published as version 1" in text and "1 commit record missing from" in text and "record missing" in text
-    assert " left" not in text and "open" not in text
+    said = text.replace(root.url, "")  # whose folder may be named in any way
+    assert " left" not in said and "open" not in said
 
 
 def test_status_names_the_quarantined(made):

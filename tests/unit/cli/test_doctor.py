@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -135,13 +136,16 @@ def test_engines_and_strays():
 def test_a_real_process_is_seen():
     code = "import sys, time; sys.argv; print(1, flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code, "-m", "extract_core.engine.main", "3"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+    # Below a Python of its own: pytest-xdist names its processes otherwise than a run's.
+    run = f"import subprocess; p = subprocess.Popen({command}); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
-            child.stdout.readline()
-            (seen,) = [process for process in doctor.processes() if process.pid == child.pid]
-            assert seen.parent == os.getpid() and not doctor.is_stray(seen)
+            said = {parent.stdout.readline(), parent.stdout.readline()}
+            (pid,) = [int(line) for line in said if line != b"1\n"]
+            (seen,) = [process for process in doctor.processes() if process.pid == pid]
+            assert seen.parent == parent.pid and not doctor.is_stray(seen)
         finally:
-            child.kill()
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_leftovers(tmp_path, monkeypatch):
