@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,8 @@ import torch
 
 _CHUNK_VALUES = 2**20
 """Values that are widened to float32 at a time: 4 MiB."""
+_FIRST_ROWS = 16
+"""Rows that are looked at before their size is known."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def check_sample_rows(
     failure = _miscounted(rows, token_ids.to(torch.int64), expected)
     if failure is not None:
         return failure
-    found = _together([_scan(hidden, names)], expected)
+    found = _together([_scan(rows, lambda first, count: hidden[first : first + count], names)], expected)
     return found if isinstance(found, RowFailure) else _all_identical(hidden, expected, names) or found
 
 
@@ -107,7 +109,9 @@ class ShardChecker:
     def _scan(self, segment: tuple[int, int]) -> _Scan:
         scan = self._scans.get(segment)
         if scan is None:
-            scan = self._scans[segment] = _scan(self._shard.rows(*segment), self._names)
+            start, rows = segment
+            scan = _scan(rows, lambda first, count: self._shard.rows(start + first, count), self._names)
+            self._scans[segment] = scan
         return scan
 
     def _identical(self, segments: Sequence[tuple[int, int]], expected: torch.Tensor) -> RowFailure | None:
@@ -148,21 +152,26 @@ def _row_of(segments: Sequence[tuple[int, int]], position: int) -> int:
     raise IndexError(position)
 
 
-def _scan(hidden: torch.Tensor, names: list[int]) -> _Scan:
-    rows, layers, channels = hidden.shape
-    total = torch.zeros(layers, dtype=torch.float64)
-    highest = torch.zeros(layers, dtype=torch.float32)
+def _scan(rows: int, read: Callable[[int, int], torch.Tensor], names: list[int]) -> _Scan:
+    """Look at rows; ``read`` gives so many from a first one on, as many as stay in the processor's cache."""
+    total = torch.zeros(len(names), dtype=torch.float64)
+    highest = torch.zeros(len(names), dtype=torch.float32)
     zero_embeddings: list[int] = []
     failure = None
-    step = max(1, _CHUNK_VALUES // (layers * channels))
-    for start in range(0, rows, step):
-        chunk = hidden[start : start + step]
-        norms = torch.linalg.vector_norm(chunk.float(), dim=-1).cpu()
+    start, step = 0, _FIRST_ROWS
+    wide = torch.empty(0)
+    while start < rows:
+        chunk = read(start, min(step, rows - start))
+        if chunk.shape != wide.shape or chunk.device != wide.device:
+            wide = torch.empty(chunk.shape, dtype=torch.float32, device=chunk.device)
+        norms = torch.linalg.vector_norm(wide.copy_(chunk), dim=-1).cpu()
         failure = _bad_values(chunk, norms, start, names) or _bad_rows(chunk, norms, start, names, zero_embeddings)
         if failure is not None:
             break
         total += norms.sum(dim=0, dtype=torch.float64)
         highest = torch.maximum(highest, norms.amax(dim=0))
+        start += len(chunk)
+        step = max(1, _CHUNK_VALUES // chunk[0].numel())
     return _Scan(rows, total, highest, failure, zero_embeddings)
 
 

@@ -33,12 +33,11 @@ class UnsealedShard:
         """Rows ``[rows, L, H]`` in the stored dtype."""
         width = self._shape.row_bytes
         data = self._read(HEADER_BYTES + first_row * width, rows * width)
-        return torch.frombuffer(data, dtype=self._dtype).view(rows, self._shape.layers, self._shape.hidden_size)
+        return data.view(self._dtype).view(rows, self._shape.layers, self._shape.hidden_size)
 
     def token_ids(self, first_row: int, rows: int) -> torch.Tensor:
         """Token ids int32 ``[rows]`` that the forward read for these rows."""
-        data = self._read(self._shape.tokens_offset + 4 * first_row, 4 * rows)
-        return torch.frombuffer(data, dtype=torch.int32)
+        return self._read(self._shape.tokens_offset + 4 * first_row, 4 * rows).view(torch.int32)
 
     def sample(self, segments: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows ``[N, L, H]`` and token ids ``[N]`` of a sample that lies in segments (first row, rows)."""
@@ -46,9 +45,9 @@ class UnsealedShard:
         ids = [self.token_ids(first, count) for first, count in segments]
         return (rows[0], ids[0]) if len(segments) == 1 else (torch.cat(rows), torch.cat(ids))
 
-    def _read(self, offset: int, size: int) -> bytearray:
-        data = bytearray(size)
-        view, done = memoryview(data), 0
+    def _read(self, offset: int, size: int) -> torch.Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
+        view, done = memoryview(data.numpy()), 0
         while done < size:
             got = os.preadv(self._fd, [view[done : done + 2**26]], offset + done)
             if not got:

@@ -21,7 +21,8 @@ from extract_core.errors import CorruptDataError, StoreError
 from extract_core.store.failures import failure
 from extract_core.store.shard import DTYPES, HEADER_BYTES, Segment, Shape
 
-_WRITE_CHUNK = 2**20  # larger buffered writes are slower (measured, see the storage notes)
+_WRITE_CHUNK = 2**20  # larger buffered writes to a disk are slower (measured, see the storage notes)
+_MEMORY_CHUNK = 2**26  # to memory they are not, and each call waits for the interpreter's lock afterwards
 _NOTE_BYTES = 4096
 COMPACTING = "compacting"
 """In place of the note while a file's rows move: what is left of an interrupted sealing is no shard."""
@@ -61,6 +62,7 @@ class ShardWriter:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise failure(error, "create shard", str(self.path)) from error
+        self._chunk = _MEMORY_CHUNK if file_system(self._fd) == "tmpfs" else _WRITE_CHUNK
         try:
             _reserve(self._fd, self._shape.nbytes)
             write_note(self._fd, note)
@@ -127,7 +129,7 @@ class ShardWriter:
         if fd < 0:
             raise StoreError(f"shard {self.path} is closed; rows cannot be added any more")
         try:
-            pwrite_all(fd, offset, view)
+            pwrite_all(fd, offset, view, self._chunk)
         except OSError as error:
             raise failure(error, "write shard", str(self.path)) from error
 
@@ -196,11 +198,11 @@ def _file_system(device: int) -> str:
     return ""
 
 
-def pwrite_all(fd: int, offset: int, view: memoryview) -> None:
-    """Write every byte at a place."""
+def pwrite_all(fd: int, offset: int, view: memoryview, chunk: int = _WRITE_CHUNK) -> None:
+    """Write every byte at a place, ``chunk`` of them in one call."""
     at = 0
     while at < view.nbytes:
-        at += os.pwrite(fd, view[at : at + _WRITE_CHUNK], offset + at)
+        at += os.pwrite(fd, view[at : at + chunk], offset + at)
 
 
 def pread_all(fd: int, offset: int, size: int) -> bytearray:
