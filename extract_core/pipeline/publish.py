@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -154,7 +154,7 @@ def publish(
             return existing
         _settle_quarantine(job, commits)
         with clock.stage("index_s"):
-            index = write_index(job.root, _index_table(job, commits))
+            index = write_index(job.root, _index_tables(job, commits))
         if (existing := _healed(job, commits, damage, index)) is not None:
             return existing
         attempt = new_attempt()
@@ -233,8 +233,8 @@ class _OvertakenError(Exception):
         self.manifest = manifest
 
 
-def _index_table(job: Job, commits: Mapping[int, ShardCommits]) -> pa.Table:
-    tables = []
+def _index_tables(job: Job, commits: Mapping[int, ShardCommits]) -> Iterator[pa.Table]:
+    """The index shard by shard, so that a large one is never in memory."""
     for shard, table in enumerate(job.plan.shards()):
         by_id = {record.sample_id: record for record in commits[shard].samples}
         ids = table["sample_id"].to_pylist()
@@ -251,8 +251,7 @@ def _index_table(job: Job, commits: Mapping[int, ShardCommits]) -> pa.Table:
             else table[field.name].cast(field.type)
             for field in INDEX_SCHEMA
         ]
-        tables.append(pa.Table.from_arrays(columns, schema=INDEX_SCHEMA))
-    return pa.concat_tables(tables)
+        yield pa.Table.from_arrays(columns, schema=INDEX_SCHEMA)
 
 
 _FROM_RECORD = ("norm_mean", "norm_max", "greedy_token", "top1_token")
