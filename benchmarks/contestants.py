@@ -81,9 +81,6 @@ class Vllm:
     """``LLM.generate(max_tokens=1)``, with vLLM's extraction connector or without."""
 
     def __init__(self, spec: Spec, stack: ExitStack) -> None:
-        if spec.kind == "prefill" and not _on_gpu():
-            # Three processes on two cores are slower. The connector needs them: alone it forgets its last files.
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM, SamplingParams
 
         self._spec, self._folder = spec, Path(spec.target)

@@ -6,12 +6,15 @@ it.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extract_core.engine.protocol import EngineSpec
@@ -37,7 +40,26 @@ def engine_environment(*, cpu: bool, eager: bool) -> dict[str, str]:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if eager:
             env["TORCHDYNAMO_DISABLE"] = "1"  # 2 to 3 s to start instead of 40 to 75 s
+        if libraries := _preloaded():
+            env["LD_PRELOAD"] = libraries
     return env
+
+
+def _preloaded() -> str:
+    """``LD_PRELOAD`` as vLLM sets it for CPU workers in processes of their own; ours runs where it would come too late.
+
+    Without torch's own OpenMP first, a second copy of it may be loaded, whose threads compete with the first one's.
+    """
+    already = os.environ.get("LD_PRELOAD", "")
+    torch, vllm = (importlib.util.find_spec(name) for name in ("torch", "vllm"))
+    found = [part for part in already.split(":") if part]
+    if torch is not None and torch.origin is not None and not re.search(r"lib(g|i)?omp", already):
+        package = Path(torch.origin).parent
+        places = (package.parent / "torch.libs", package / "lib")
+        found += [str(file) for place in places for file in sorted(place.glob("libgomp*.so*"))][:1]
+    if vllm is not None and vllm.origin is not None and "libtcmalloc" not in already:
+        found = [*map(str, sorted((Path(vllm.origin).parent / "libs").glob("libtcmalloc*.so*"))[:1]), *found]
+    return ":".join(found)
 
 
 def platform() -> str:
