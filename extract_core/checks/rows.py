@@ -153,26 +153,25 @@ def _row_of(segments: Sequence[tuple[int, int]], position: int) -> int:
 
 
 def _scan(rows: int, read: Callable[[int, int], torch.Tensor], names: list[int]) -> _Scan:
-    """Look at rows; ``read`` gives so many from a first one on, as many as stay in the processor's cache."""
-    total = torch.zeros(len(names), dtype=torch.float64)
-    highest = torch.zeros(len(names), dtype=torch.float32)
-    zero_embeddings: list[int] = []
-    failure = None
+    """Look at rows; ``read`` gives so many from a first one on, as many as stay in the processor's cache.
+
+    Few calls for each piece: several shards are checked at once, and every call waits for the interpreter's lock.
+    """
+    norms = torch.empty((rows, len(names)), dtype=torch.float32)
+    suspect = torch.empty((rows, len(names)), dtype=torch.bool)
     start, step = 0, _FIRST_ROWS
     wide = torch.empty(0)
     while start < rows:
         chunk = read(start, min(step, rows - start))
         if chunk.shape != wide.shape or chunk.device != wide.device:
             wide = torch.empty(chunk.shape, dtype=torch.float32, device=chunk.device)
-        norms = torch.linalg.vector_norm(wide.copy_(chunk), dim=-1).cpu()
-        failure = _bad_values(chunk, norms, start, names) or _bad_rows(chunk, norms, start, names, zero_embeddings)
-        if failure is not None:
-            break
-        total += norms.sum(dim=0, dtype=torch.float64)
-        highest = torch.maximum(highest, norms.amax(dim=0))
-        start += len(chunk)
-        step = max(1, _CHUNK_VALUES // chunk[0].numel())
-    return _Scan(rows, total, highest, failure, zero_embeddings)
+        stop = start + len(chunk)
+        norms[start:stop] = torch.linalg.vector_norm(wide.copy_(chunk), dim=-1)
+        suspect[start:stop] = _suspect(chunk)
+        start, step = stop, max(1, _CHUNK_VALUES // chunk[0].numel())
+    zero_embeddings: list[int] = []
+    failure = _bad_values(read, norms, names) or _bad_rows(read, suspect, names, zero_embeddings)
+    return _Scan(rows, norms.sum(dim=0, dtype=torch.float64), norms.amax(dim=0), failure, zero_embeddings)
 
 
 def _together(scans: Sequence[_Scan], expected: torch.Tensor) -> SampleStats | RowFailure:
@@ -207,7 +206,7 @@ def _echo(echoed: torch.Tensor, expected: torch.Tensor) -> str:
     return f"position {at}: token {int(echoed[at])} came with the row, {int(expected[at])} was asked for"
 
 
-def _bad_values(chunk: torch.Tensor, norms: torch.Tensor, start: int, names: list[int]) -> _Wrong | None:
+def _bad_values(read: Callable[[int, int], torch.Tensor], norms: torch.Tensor, names: list[int]) -> _Wrong | None:
     """NaN and infinity spread into the norm, so only rows with a bad norm are looked at. A norm that overflows float32
     from finite values (above 1e19) is as useless for training, and fails too.
     """
@@ -215,34 +214,37 @@ def _bad_values(chunk: torch.Tensor, norms: torch.Tensor, start: int, names: lis
     if not bool(bad.any()):
         return None
     at, layer = (int(i) for i in torch.nonzero(bad)[0])
-    row = chunk[at, layer].float()
+    row = read(at, 1)[0, layer].float()
     wrong = torch.nonzero(~torch.isfinite(row))
     what = "norm overflows" if wrong.numel() == 0 else f"value {float(row[wrong[0]])} at channel {int(wrong[0])}"
     more = int(bad.any(dim=1).sum()) - 1
-    return "not_finite", names[layer], start + at, f"{what} (and {more} more rows close by)"
+    return "not_finite", names[layer], at, f"{what} (and {more} more rows)"
+
+
+def _suspect(chunk: torch.Tensor) -> torch.Tensor:
+    """Rows ``[n, L]`` whose channels may all be the same: two of one half and two of the other are. Hardly any honest
+    row passes that. One channel alone is always the same; there only zero is wrong.
+    """
+    half = chunk.shape[2] // 2
+    if half == 0:
+        return (chunk == 0).all(dim=-1)
+    some = min(2, half)
+    return (chunk[:, :, :some] == chunk[:, :, half : half + some]).all(dim=-1)
 
 
 def _bad_rows(
-    chunk: torch.Tensor, norms: torch.Tensor, start: int, names: list[int], zero_embeddings: list[int]
+    read: Callable[[int, int], torch.Tensor], suspect: torch.Tensor, names: list[int], zero_embeddings: list[int]
 ) -> _Wrong | None:
-    """Rows whose channels are all the same. Four channels are compared first; hardly any honest row passes that."""
-    channels = chunk.shape[2]
-    if channels > 1:
-        probe = chunk[:, :, [0, 1, channels // 2, channels - 1]]
-        suspect = (probe == probe[:, :, :1]).all(dim=-1).cpu()
-    else:
-        suspect = norms == 0
-    if not bool(suspect.any()):
-        return None
+    """Rows whose channels are all the same."""
     for at, layer in torch.nonzero(suspect).tolist():
-        row = chunk[at, layer]
+        row = read(at, 1)[0, layer]
         if not bool((row == row[0]).all()):
             continue
         if float(row[0]) != 0:
-            return "constant_row", names[layer], start + at, f"all {channels} channels are {float(row[0])}"
+            return "constant_row", names[layer], at, f"all {len(row)} channels are {float(row[0])}"
         if names[layer] != 0:
-            return "zero_row", names[layer], start + at, f"all {channels} channels are 0"
-        zero_embeddings.append(start + at)
+            return "zero_row", names[layer], at, f"all {len(row)} channels are 0"
+        zero_embeddings.append(at)
     return None
 
 
