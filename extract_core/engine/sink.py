@@ -202,6 +202,7 @@ class RowSink:
                 shard.begin_write()
             event = self._fill(slot, states, token_ids, first, rows, proof)
             self._work.put(_Piece(slot, inside, event, proof is not None))
+            proof = None  # it goes with the first piece
         counters = mine[0][0].counters  # of a step that two shards share, the first one's
         counters["stall_s"] += stalled
         counters["take_s"] += time.perf_counter() - started - stalled
@@ -248,7 +249,8 @@ class RowSink:
         with torch.cuda.stream(self._side):
             slot.states[:rows].copy_(self._staging[first : first + rows], non_blocking=True)
             slot.token_ids[:rows].copy_(self._staged_ids[first : first + rows], non_blocking=True)
-            slot.proof.copy_(self._staged_proof, non_blocking=True)
+            if proof is not None:
+                slot.proof.copy_(self._staged_proof, non_blocking=True)
             return self._side.record_event()
 
     def _run(self) -> None:
