@@ -427,12 +427,12 @@ def inspect(
     as_json: AsJson = False,
 ) -> int | None:
     """Provenance, layers, sizes, checks and a sample with its loss mask."""
-    from extract_core.store.index import read_index
+    from extract_core.store.index import open_index
     from extract_core.store.versions import list_versions, read_manifest
 
     root, version = open_dataset(ref, storage, job_file)
     manifest = read_manifest(root, version)
-    index = read_index(root, manifest)
+    index = open_index(root, manifest)
     position = _find_sample(index, sample, manifest) if index.num_rows else None
     row = index.slice(position, 1).to_pylist()[0] if position is not None else None
     runs, decoded = _spans(row, manifest) if row is not None else ([], False)

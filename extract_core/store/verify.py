@@ -188,7 +188,8 @@ def _read_samples(root: Root, manifest: Manifest, report: VerifyReport) -> dict[
             batch.select(["sample_id", "n_tokens", "segments", "norm_mean", "norm_max"]).to_pylist()
         ):
             sample, count = row["sample_id"], row["n_tokens"]
-            tokens, mask = (np.asarray(column[i].values, dtype=np.int64) for column in (ids, masks))
+            # As they lie in the index, not copied: a million samples have a billion tokens.
+            tokens, mask = (column[i].values.to_numpy(zero_copy_only=False) for column in (ids, masks))
             report.samples += 1
             report.tokens += count
             if sample in seen:
