@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from extract_core.errors import CorruptDataError
+from extract_core.store.rangefile import RangeFile
 from extract_core.store.root import Root
 
 _ROWS = 4096
-
-
-class _Ranges(io.RawIOBase):
-    """An object as a file that seeks."""
-
-    def __init__(self, root: Root, rel: str, nbytes: int):
-        self._root, self._rel, self._size, self._at = root, rel, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._size if size < 0 else min(self._at + size, self._size)
-        data = self._root.read_range(self._rel, min(self._at, stop), stop)
-        self._at = stop
-        return data
 
 
 def index_columns(root: Root, rel: str, nbytes: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -63,7 +32,8 @@ def index_columns(root: Root, rel: str, nbytes: int, columns: list[str]) -> Iter
     try:
         source = root.local_path(rel)
         file = pq.ParquetFile(
-            source if source is not None else pa.PythonFile(_Ranges(root, rel, nbytes), mode="r"), pre_buffer=True
+            source if source is not None else pa.PythonFile(RangeFile(nbytes, partial(root.read_range, rel)), mode="r"),
+            pre_buffer=True,
         )
         with file:
             missing = sorted(set(columns) - set(file.schema_arrow.names))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import copy
 import hashlib
-import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from extract_core.errors import CorruptDataError
+from extract_core.store.rangefile import RangeFile
 from extract_core.store.records import IndexRef
 from extract_core.store.root import Root
 
@@ -328,28 +328,9 @@ class _Parts(NamedTuple):
         return memoryview(self.data[at])[start - self.starts[at] : stop - self.starts[at]]
 
 
-class _Fetched(io.RawIOBase):
+class _Fetched(RangeFile):
     """A file of which only some parts are there."""
 
     def __init__(self, size: int):
         self.parts = _Parts([], [])
-        self._size, self._at = size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._size if size < 0 else min(self._at + size, self._size)
-        data = self.parts.within(self._at, stop)
-        self._at = stop
-        return bytes(data)
+        super().__init__(size, lambda start, stop: self.parts.within(start, stop))
