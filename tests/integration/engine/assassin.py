@@ -103,7 +103,10 @@ class Assassin:
             return result
 
         def watched_extract(
-            engine: EngineProcess, job: ShardJob, on_progress: Callable[[Progress], None] = lambda progress: None
+            engine: EngineProcess,
+            job: ShardJob,
+            on_progress: Callable[[Progress], None] = lambda progress: None,
+            *following: Callable[[], ShardJob | None],
         ) -> ShardDone:
             preflight = "preflight" in job.path
             first = [True]
@@ -116,7 +119,7 @@ class Assassin:
 
             if not preflight:
                 self.moment("between", engine, now=True)
-            done = extract(engine, job, progressed)
+            done = extract(engine, job, progressed, *following)
             self.note("done")
             self._doing = "idle"
             return done
