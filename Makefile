@@ -18,13 +18,15 @@ FAULTS ?= full
 FAMILY ?=
 RESUME ?=
 # Whole files to each of JOBS processes, since a file's tests share engines and servers.
+# An engine has threads for every CPU: two of them at once are slower than one after the other.
+ALONE := engine or e2e or system or slow
 PARALLEL := $(if $(JOBS),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 .PHONY: help demo test unit check format bench compat faults soak lock lock-check audit env env-demo clean
 
 help:
 	@echo "make demo        environment, small real model, real chats -> a published, verified dataset"
-	@echo "make test        the whole test suite (JOBS=2: files two at a time; also for unit and faults)"
+	@echo "make test        the whole test suite (JOBS=2: files without an engine two at a time; also for unit and faults)"
 	@echo "make unit        the quick tests only"
 	@echo "make check       formatting, lint, types, import rules"
 	@echo "make format      mend formatting and what the linter can mend"
@@ -51,7 +53,12 @@ demo: env-demo
 
 test: env
 	@$(BIN)/python examples/demo/prepare.py --dir $(DEMO_DIR)
-	@$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+ifeq ($(JOBS),)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+else
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not ($(ALONE))" $(PYTEST_ARGS) || failed=1; \
+	$(BIN)/python -m pytest -m "$(ALONE)" $(PYTEST_ARGS) || failed=1; exit $${failed:-0}
+endif
 
 unit: env
 	@$(BIN)/python -m pytest tests/unit -m "not engine and not system and not slow and not e2e" $(PARALLEL) $(PYTEST_ARGS)
