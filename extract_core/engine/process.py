@@ -97,6 +97,7 @@ class EngineProcess:
         self._stage = "starting"
         self.in_flight: set[str] = set()
         self._given: dict[str, ShardDone | None] = {}
+        self._told_stopped: list[int] = []
 
     @property
     def pid(self) -> int | None:
@@ -252,12 +253,11 @@ class EngineProcess:
         """The next message; ``dead`` is the kind of failure where the engine died or reported one."""
         assert self._connection is not None
         try:
-            told: list[int] = []
             while not self._connection.poll(patience.slice_s):
                 patience.look()
-                if patience.stopped and patience.stopped != told:
-                    told = patience.stopped
-                    self._on_note(f"{_are_stopped(told)}; waiting {patience.limit_s:.0f} s for it to go on")
+                if patience.stopped and patience.stopped != self._told_stopped:
+                    self._on_note(f"{_are_stopped(patience.stopped)}; waiting {patience.limit_s:.0f} s for it to go on")
+                self._told_stopped = patience.stopped
                 if patience.idle or patience.endless:
                     raise self._hung(patience, dead)
             event = receive_event(self._connection)
