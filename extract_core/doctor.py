@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from extract_core.hardware import Gpu, disk_free, host_memory, visible_gpus
+from extract_core.hardware import Gpu, cpus, disk_free, host_memory, visible_gpus
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -283,7 +283,7 @@ def cpu_flags() -> set[str]:
 def cpu_kind(flags: set[str]) -> Finding:
     """Whether bfloat16 is fast here."""
     fast = sorted(flags & {"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"})
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = cpus()
     if flags & {"amx_bf16", "avx512_bf16", "bf16"}:
         return Finding("ok", "CPU", f"{count} CPUs, bfloat16 in hardware ({', '.join(fast)})")
     return Finding(

@@ -212,6 +212,11 @@ def disk_free(folder: Path) -> int:
     return shutil.disk_usage(_existing(folder)).free
 
 
+def cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def in_memory(folder: Path) -> bool:
     """Whether a folder, which need not exist yet, lies in a file system that is kept in main memory."""
     import psutil

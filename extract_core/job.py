@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from extract_core.engine.compat import refuse_extra
 from extract_core.engine.protocol import EngineSpec
 from extract_core.engine.versions import installed_engine
 from extract_core.errors import CorruptDataError, RootConflictError, SettingsError
-from extract_core.hardware import disk_free, in_memory
+from extract_core.hardware import cpus, disk_free, in_memory
 from extract_core.planning.base import FREE, NOTHING, Base, Pins, find_base, pins, positions_follow_length
 from extract_core.planning.fingerprint import JobSpec, job_spec, store_dtype, store_encoding
 from extract_core.planning.layers import resolve_layer_ids
@@ -167,11 +166,6 @@ class Job:
         if latest is None or latest.fingerprint != self.plan.fingerprint:
             return None
         return None if lost_objects(self.root, latest.objects) else latest
-
-
-def cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def engine_spec(

@@ -11,13 +11,13 @@ import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from extract_core.errors import CorruptDataError, StoreError
+from extract_core.hardware import in_memory
 from extract_core.store.failures import failure
 from extract_core.store.shard import DTYPES, HEADER_BYTES, Segment, Shape
 
@@ -62,9 +62,10 @@ class ShardWriter:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise failure(error, "create shard", str(self.path)) from error
-        self._chunk = _MEMORY_CHUNK if file_system(self._fd) == "tmpfs" else _WRITE_CHUNK
+        memory = in_memory(self.path.parent)
+        self._chunk = _MEMORY_CHUNK if memory else _WRITE_CHUNK
         try:
-            _reserve(self._fd, self._shape.nbytes)
+            _reserve(self._fd, self._shape.nbytes, memory=memory)
             write_note(self._fd, note)
         except OSError as error:
             self.abort()
@@ -162,13 +163,13 @@ def read_note(fd: int, path: Path) -> tuple[Shape, list[int]]:
     return shape, note["layer_ids"]
 
 
-def _reserve(fd: int, size: int) -> None:
+def _reserve(fd: int, size: int, *, memory: bool) -> None:
     """Give a file its size and, where the file system can, its blocks: a full disk shows now, not in mid-shard.
 
     In memory (tmpfs) reserving would clear every page just before it is written, which takes as long as writing it;
     there only the room is looked at.
     """
-    if file_system(fd) == "tmpfs":
+    if memory:
         free = os.fstatvfs(fd)
         if free.f_blocks and free.f_bavail * free.f_frsize < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -180,22 +181,6 @@ def _reserve(fd: int, size: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
             raise
         os.ftruncate(fd, size)
-
-
-def file_system(fd: int) -> str:
-    """Name of the file system of an open file, as the kernel calls it; empty where it cannot be known."""
-    return _file_system(os.fstat(fd).st_dev)
-
-
-@cache
-def _file_system(device: int) -> str:
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError), Path("/proc/self/mountinfo").open(errors="replace") as mounts:
-        for line in mounts:
-            fields = line.split()
-            if len(fields) > 2 and fields[2] == wanted and "-" in fields:
-                return fields[fields.index("-") + 1]
-    return ""
 
 
 def pwrite_all(fd: int, offset: int, view: memoryview, chunk: int = _WRITE_CHUNK) -> None:
